@@ -144,7 +144,8 @@ def attribution_graph(
                 "got a circuit without corrupted prompts; expected both runs, or names of sites"
             )
     if sum(x is not None for x in (sites, top, mass)) > 1:
-        reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected at most one of them")
+        given = sites if circuit is None else f"a circuit of {len(circuit)} sites"
+        reasons.append(f"got top={top}, mass={mass}, sites={given}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
     one_run, pair, metric = contrast.corrupted is None, contrast.pair(model), contrast.metric
     if not by_role and (reason := unlike_tokens(model, pair)):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import joined
@@ -40,12 +41,7 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
         + ("; the other sites are summed into one node, 'rest'." if graph.mass < 1 else ".")
     ]
     if graph.circuit is not None:
-        notes.append(
-            f"Circuit: the graph is of the run of {len(graph.circuit):,} sites alone, on the clean "
-            f"tokens, with all other sites ablated ({graph.circuit.ablation}). It explains the "
-            f"change of {graph.value:.4g} from the corrupted run to this run; nothing in it comes "
-            "from the rest of the model."
-        )
+        notes.append(_about_circuit(graph, graph.circuit))
     notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
     if len(graph.tokens) > 1:
         notes.append(
@@ -66,6 +62,29 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     return notes
 
 
+def _about_circuit(graph: CircuitGraph, circuit: Circuit) -> str:
+    """Say what a graph of a circuit's own run explains."""
+    every, ablation = _had_all_candidates(circuit), circuit.ablation
+    start = "the corrupted run" if ablation == "resample" else "the corrupted tokens, also ablated,"
+    return (
+        f"Circuit: the graph is of the run of {len(circuit):,} sites"
+        f"{' alone' * every}, on the clean tokens, with all other "
+        f"{'sites' if every else 'candidates of its search'} ablated ({ablation}). It explains the "
+        f"change of {graph.value:.4g} from {start} to this run; "
+        + (
+            "nothing in it comes from the rest of the model."
+            if every
+            else "sites that were no candidates work as in the model, and are in the node 'rest'."
+        )
+    )
+
+
+def _had_all_candidates(circuit: Circuit) -> bool:
+    """Return whether all heads and neurons at all tokens were candidates for a circuit."""
+    among = circuit.candidates
+    return among.heads == ("all",) and among.layers is None and among.positions in ("each", "all")
+
+
 def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> str:
     """Return the question that a graph of a difference answers, with the metric of both runs."""
     bos = getattr(getattr(model, "tokenizer", None), "bos_token", None)
@@ -78,6 +97,8 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
     if graph.circuit is None:
         return title
     n, change = len(graph.circuit), exact.clean_value - exact.corrupted_value
+    if graph.circuit.ablation != "resample" or not _had_all_candidates(graph.circuit):
+        return f"{title}. The picture: how {n:,} sites change it by {graph.value:.3g} in their run"
     return f"{title}. The picture: how {n:,} sites alone keep {graph.value:.3g} of {change:.3g}"
 
 

@@ -159,6 +159,25 @@ def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
         circuit_view(replace(again, circuit=None), model, some)
 
 
+@pytest.mark.parametrize(
+    ("sites", "ablation", "said"),
+    [
+        ({}, "resample", ("sites alone", "from the corrupted run to")),
+        ({}, "zero", ("sites alone", "from the corrupted tokens, also ablated, to")),
+        ({"heads": "neurons"}, "resample", ("no candidates work as in the model", "in the node")),
+        ({"positions": "roles"}, "resample", ("all other candidates of its search ablated",)),
+    ],
+)
+def test_the_page_says_which_runs_are_compared(sites, ablation, said):
+    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    circuit = some_circuit(model, some, ablation, **sites)
+    page = circuit_view(attribution_graph(model, some, sites=circuit))
+    assert all(words in page for words in said)
+    nothing = "nothing in it comes from the rest of the model" in page
+    assert nothing == (not sites)
+    assert bool(attribution_graph(model, some, sites=circuit).nodes["id"].eq("rest").any())
+
+
 def test_what_has_no_own_run():
     model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
     circuit = some_circuit(model, some)
