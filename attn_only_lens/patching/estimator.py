@@ -227,8 +227,8 @@ class Estimator:
 def _longer(some: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the longer of two gradients at each hook point and token."""
     longer = {}
-    for name, x in some.items():
-        y = others[name]
+    for name, y in others.items():
+        x = some[name]  # secants also have multipliers of error nodes
         is_longer = x.norm(dim=-1, keepdim=True) >= y.norm(dim=-1, keepdim=True)
         longer[name] = torch.where(is_longer, x, y)
     return longer

@@ -87,6 +87,8 @@ def circuit_view(
     """
     if not isinstance(graph, CircuitGraph):
         refuse(f"got {a_type(graph)}; expected a graph from attribution_graph or CircuitGraph.load")
+    if not isinstance(overlays, Overlays):
+        refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     exact, stability = overlays.exact, overlays.stability
     reasons = _reasons(graph, model, contrast) + exact_reasons(graph, exact)
     if not is_count(prompt, 0, len(graph.tokens) - 1):

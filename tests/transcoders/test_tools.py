@@ -201,6 +201,23 @@ def test_gradients_are_autograd(case, method):
             assert abs(rows[name, position] - expected) < case.rounding * span
 
 
+def test_secants_of_features_alone_are_repaired_too(case):
+    if case is oracle("gpt2 topk"):
+        pytest.skip("gates of topk have no secants")
+    with attach(case.model, case.transcoders) as model:
+        exact, repaired = (
+            method(model, CONTRAST, sites=p.Sites("features", layers=L), **options).frame
+            for method, options in (
+                (p.activation_patch, {}),
+                (p.attribution, {"method": p.Estimate("secant", budget=3)}),
+            )
+        )
+        names = repaired["exact"]
+        assert names.any()
+        difference = (exact["value"] - repaired["value"])[names].abs().max()
+        assert difference < 1e-5 * exact["value"].abs().max()
+
+
 def test_repairs_are_exact(case):
     with attach(case.model, case.transcoders) as model:
         sites = p.Sites(layers=L)

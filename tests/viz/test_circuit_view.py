@@ -338,6 +338,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"contrast": contrast}, "got a contrast alone"),
         ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
+        ({"overlays": "exact"}, "got a str as overlays; expected viz.Overlays"),
         (
             {"model": model, "contrast": Contrast(prompts.flip(0), None, METRIC)},
             "prompts other than the graph's",
