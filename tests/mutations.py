@@ -60,6 +60,13 @@ MUTATIONS = [
         "tests/engine/test_secants.py",
     ),
     Mutation(
+        "engine/contrast.py",
+        "if pair is None or kept != reading:",
+        "if pair is None:",
+        "a contrast's texts have the tokens of the model's former tokenizer",
+        "tests/engine/test_contrast.py",
+    ),
+    Mutation(
         "engine/multipliers.py",
         "return through * mean(v)",
         "return through * v.chunk(2)[0]",

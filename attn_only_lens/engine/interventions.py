@@ -143,7 +143,7 @@ def ablated(
         True
     """
     sites = Sites.of(sites)
-    positions = None if sites.positions == "each" else sites.positions
+    positions = None if sites.positions in ("each", "all") else sites.positions
     places, reasons = _places(model, sites, positions)
     reasons += one_of(*get_args(AblateTo)).reasons(to=to)
     if to == "bias" and any(place.kind not in NEURON_KINDS for place in places):
@@ -286,8 +286,8 @@ def _places(model: Any, sites: Sites, positions: Any) -> tuple[list[_Place], lis
         edited = default if position is None else (position,)
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
-                f"got positions {list(edited)}; expected numbers from 0, or None for all "
-                "positions: roles and negative positions are undefined while a text grows"
+                f"got positions {list(edited)}; expected numbers from 0, or no positions, for all: "
+                "roles and negative positions are undefined while a text grows"
             )
         for of_layer in resolve_sites(model, heads):
             names_here = [f"{name}{suffix}" for name in of_layer.names]

@@ -114,7 +114,7 @@ def test_ablated(model, close, to, positions):
     plain = model(batch)
     expected = model.run_with_hooks(batch, fwd_hooks=hooks)
     sources = {"prompts": text, "mask": mask} if to == "mean" else {}
-    sites = p.Sites(NAMES, "each" if positions is None else positions)
+    sites = p.Sites(NAMES, "all" if positions is None else positions)
     with p.ablated(model, sites, to=to, **sources):
         assert close(model(batch), expected)
         logits, cache = model.run_with_cache(batch)
