@@ -138,10 +138,10 @@ def circuit(
     With --corrupted, search for a minimal circuit that explains why the metric differs between the
     clean and the corrupted prompts. This is the smallest set of sites found that preserves a
     fraction --faithfulness of the difference when all other sites are patched from the corrupted
-    prompts. A site is a head or a neuron at one position. The command prints each site's share of
-    the difference, as `explain` does. Without --corrupted, the graph shows which heads and neurons
-    contribute to the metric on the clean prompts. Edge weights are exact as long as attention
-    patterns and the scales of the normalization layers are held fixed.
+    prompts. A site is a head or a neuron at one position. The command prints each site's share, as
+    `explain` does. Without --corrupted, the graph shows which heads and neurons contribute to the
+    metric on the clean prompts. Edge weights are exact as long as attention patterns and the scales
+    of the normalization layers are held fixed.
     """
     if save_circuit is not None and "corrupted" not in prompts.texts:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
@@ -217,7 +217,7 @@ def _say_graph(out: Path, graph: "CircuitGraph") -> None:
 
 
 def _print_largest(graph: "CircuitGraph", top: int) -> None:
-    """Print the largest attributions, as shares of the difference if there is one."""
+    """Print the largest attributions; in a graph of a difference, as shares of the difference."""
     heads, unit = graph.heads, "attribution"
     if graph.corrupted:
         unit = "share"
