@@ -194,6 +194,7 @@ def evaluate(
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     from attn_only_lens import circuits
+    from attn_only_lens.engine.metrics import as_metric
     from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.work import Work
 
@@ -204,7 +205,9 @@ def evaluate(
         positions = "all" if saved.candidates.positions == "all" else "each"
         sites = Sites(saved.sites[:top], positions)
         alone = activation_patch(loaded, contrast, sites=sites, work=Work(progress=False))
-    typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {contrast.metric.name}\n{result!r}")
+    typer.echo(
+        f"{len(saved):,} of {saved.n_sites:,} sites, {as_metric(contrast.metric).name}\n{result!r}"
+    )
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
 
 
