@@ -28,7 +28,7 @@ from .heads import (
 from .models.checkpoint import save
 from .models.convert import convert
 from .models.expose import expose_neuron_heads
-from .models.gate_option import Bilinear, calibrate
+from .models.gate_option import Bilinear, calibrate, original_neuron
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache
 from .work import Work
@@ -56,6 +56,7 @@ __all__ = [
     "neuron_gate",
     "neuron_pattern",
     "neurons",
+    "original_neuron",
     "patching",
     "pretrained",
     "save",

@@ -44,7 +44,9 @@ class Work:
             batch_size=self.batch_size, prompts_at_once=self.prompts_at_once
         )
         if not isinstance(self.resume, str | Path | None):
-            reasons.append(f"got {a_type(self.resume)} as resume; expected a folder's path, or None")
+            reasons.append(
+                f"got {a_type(self.resume)} as resume; expected a folder's path, or None"
+            )
         InputError.raise_if(reasons, _PROBLEM)
 
 

@@ -311,6 +311,12 @@ LENS = {
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
     "neuron_pattern": lambda kit: lens.neuron_pattern(kit.cache, "L0N3").shape == (BATCH, POS, 2),
+    "original_neuron": lambda kit: (
+        lens.original_neuron(
+            lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model, "L1N7"
+        )
+        == "L1N3"
+    ),
     "save": lambda kit: torch.equal(
         lens.load(lens.save(kit.exposed, kit.out("saved")))(tokens()), kit.exposed(tokens())
     ),

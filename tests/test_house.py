@@ -23,11 +23,10 @@ TREES = {
 LAZY_STUBS = sorted((ROOT / "attn_only_lens").rglob("*.pyi"))
 LAZY = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in LAZY_STUBS}
 
-# The modules with a page in the reference.
-PUBLIC = [
-    re.search(r"module: ([\w.]+)", path.read_text("utf-8"))[1]
-    for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
-]
+# The public names of the modules with a page in the reference, and the types of results.
+REFERENCE = [path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")]
+PUBLIC = [found[1] for page in REFERENCE if (found := re.search(r"module: ([\w.]+)", page))]
+RESULTS = [full for page in REFERENCE for full in re.findall(r"^  - ([\w.]+)$", page, re.M)]
 
 LOADERS = {"import_module", "__import__", "exec_module", "load_module"}
 
@@ -77,9 +76,9 @@ def exists(dotted):
         return False
 
 
-def without_docstring(module):
+def without_docstring(module, names=None):
     """Yield a module's public functions, classes and methods that have no docstring."""
-    for name in module.__all__:
+    for name in names or module.__all__:
         public = getattr(module, name)
         if not (inspect.isclass(public) or inspect.isfunction(public)):
             continue
@@ -94,6 +93,9 @@ def without_docstring(module):
 def test_everything_public_has_a_docstring():
     for module in PUBLIC:
         assert not [*without_docstring(importlib.import_module(module))], module
+    assert len(RESULTS) > 10
+    for module, _, name in (full.rpartition(".") for full in RESULTS):
+        assert not [*without_docstring(importlib.import_module(module), [name])], name
     module = ModuleType("bare")
     module.bare = type("bare", (), {"method": lambda self: None, "__doc__": "Return."})
     module.__all__ = ["bare"]

@@ -36,12 +36,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 MODULES = [
     "attn_only_lens",
-    *(
-        f"attn_only_lens.{name}"
-        for name in ("patching", "tasks", "circuits", "explanation", "neurons", "viz")
-    ),
+    *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "neurons", "viz")),
     *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
-    *(f"attn_only_lens.{name}" for name in ("gates", "heads", "models", "errors", "pretrained")),
+    *(f"attn_only_lens.{name}" for name in ("gates", "errors", "pretrained")),
 ]
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -246,7 +243,8 @@ def test_every_module_of_the_reference_is_checked():
     """The check includes every part of the package with an `__all__` that users import from."""
     assert [f"attn_only_lens{name}" for name in checked.MODULES] == MODULES
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    assert {path.stem for path in pages} == {module.rpartition(".")[2] for module in MODULES}
+    of_modules = {module.rpartition(".")[2] for module in MODULES}
+    assert {path.stem for path in pages} == of_modules | {"results"}
 
 
 def test_the_build_fails_on_a_fault(tmp_path):
@@ -257,10 +255,21 @@ def test_the_build_fails_on_a_fault(tmp_path):
 
 def test_a_name_is_described_once_and_referred_to_elsewhere():
     assert "::: attn_only_lens.heads.names.HeadName" in gathered.entries("attn_only_lens")
-    here = gathered.entries("attn_only_lens.heads")
-    assert "[attn_only_lens.HeadName][attn_only_lens.heads.names.HeadName]" in here
-    assert "::: attn_only_lens.heads.names.HeadName" not in here
-    assert "::: attn_only_lens.heads.host.host_of" in here
+    here = gathered.entries("attn_only_lens.growth")
+    assert "[attn_only_lens.grow][attn_only_lens.growth.models._grow.grow]" in here
+    assert "::: attn_only_lens.growth.models._grow.grow\n" not in here
+    assert "::: attn_only_lens.growth.expansion.neurons.AddNeurons" in here
+
+
+def test_a_page_lists_types_of_results_that_users_do_not_import():
+    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluation"]})
+    text = gathered.on_page_markdown("# Results", page)
+    assert text == "# Results\n\n::: attn_only_lens.circuits._evaluate.Evaluation"
+    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluations"]})
+    with pytest.raises(
+        PluginError, match=r"lists attn_only_lens\.circuits\._evaluate\.Evaluations"
+    ):
+        gathered.on_page_markdown("# Results", page)
 
 
 def test_the_names_to_begin_with_come_first():

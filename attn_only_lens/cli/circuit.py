@@ -138,10 +138,10 @@ def circuit(
     With --corrupted, search for a minimal circuit that explains why the metric differs between the
     clean and the corrupted prompts. This is the smallest set of sites found that preserves a
     fraction --faithfulness of the difference when all other sites are patched from the corrupted
-    prompts. A site is a head or a neuron at one position. The command prints each site's share of
-    the difference, as `explain` does. Without --corrupted, the graph shows which heads and neurons
-    contribute to the metric on the clean prompts. Edge weights are exact as long as attention
-    patterns and the scales of the normalization layers are held fixed.
+    prompts. A site is a head or a neuron at one position. The command prints each site's share, as
+    `explain` does. Without --corrupted, the graph shows which heads and neurons contribute to the
+    metric on the clean prompts. Edge weights are exact as long as attention patterns and the scales
+    of the normalization layers are held fixed.
     """
     if save_circuit is not None and "corrupted" not in prompts.texts:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
@@ -194,6 +194,7 @@ def evaluate(
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     from attn_only_lens import circuits
+    from attn_only_lens.engine.metrics import as_metric
     from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.work import Work
 
@@ -204,7 +205,9 @@ def evaluate(
         positions = "all" if saved.candidates.positions == "all" else "each"
         sites = Sites(saved.sites[:top], positions)
         alone = activation_patch(loaded, contrast, sites=sites, work=Work(progress=False))
-    typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {contrast.metric.name}\n{result!r}")
+    typer.echo(
+        f"{len(saved):,} of {saved.n_sites:,} sites, {as_metric(contrast.metric).name}\n{result!r}"
+    )
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
 
 
@@ -217,7 +220,7 @@ def _say_graph(out: Path, graph: "CircuitGraph") -> None:
 
 
 def _print_largest(graph: "CircuitGraph", top: int) -> None:
-    """Print the largest attributions, as shares of the difference if there is one."""
+    """Print the largest attributions; in a graph of a difference, as shares of the difference."""
     heads, unit = graph.heads, "attribution"
     if graph.corrupted:
         unit = "share"

@@ -111,7 +111,8 @@ def compare(
     folders = [model, str(grown)] + ([] if null is None else [str(null)])
     hooked = is_hooked(grown)
     models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
-    contrast = Contrast(*(as_chat(models[0], prompts, chat) for prompts in both), measure)
+    clean_texts, corrupted_texts = (as_chat(models[0], prompts, chat) for prompts in both)
+    contrast = Contrast(clean_texts, corrupted_texts, measure)
     try:
         comparison = compare_models(
             *(models[0], models[1], contrast),

@@ -61,9 +61,9 @@ def _matrices(model: Any) -> list[bytes]:
             *rows, n_columns = x.shape
             n_rows = x.numel() // n_columns
             step = torch.arange(max(n_rows, n_columns), device=x.device)
-            entries = x[*torch.unravel_index(step % n_rows, rows), step % n_columns]
+            entries = x[(*torch.unravel_index(step % n_rows, rows), step % n_columns)]
             norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-            by_device.setdefault(x.device, []).extend((norm[None].double(), entries.double()))
+            by_device.setdefault(x.device, []).extend((norm[None], entries.to(norm.dtype)))
     for tensors in by_device.values():  # one transfer from each device
         known.append(torch.cat(tensors).cpu().numpy().tobytes())
     return known

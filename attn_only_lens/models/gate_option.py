@@ -175,7 +175,7 @@ def original_neuron(model: Any, name: str) -> str:
 
     Example:
         >>> from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, pretrained
-        >>> from attn_only_lens.models import original_neuron
+        >>> from attn_only_lens import original_neuron
         >>> bridge = pretrained.small_english()
         >>> gate = Bilinear(4, calibration=calibrate(bridge, "The keys near the cabinet are old."))
         >>> model = expose_neuron_heads(bridge, copy=True, gate=gate).model

@@ -86,20 +86,22 @@ def _had_all_candidates(circuit: Circuit) -> bool:
 
 
 def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> str:
-    """Return the question that a graph of a difference answers, with the metric of both runs."""
+    """Return the question that a graph of a difference answers, with what is answered."""
     bos = getattr(getattr(model, "tokenizer", None), "bos_token", None)
     sides = (
         tokens[tokens[:1] == (bos,) :] for tokens in (graph.tokens[prompt], graph.corrupted[prompt])
     )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
-    title = f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
-    if graph.circuit is None:
-        return title
-    n, change = len(graph.circuit), exact.clean_value - exact.corrupted_value
-    if graph.circuit.ablation != "resample" or not _had_all_candidates(graph.circuit):
-        return f"{title}. The picture: how {n:,} sites change it by {graph.value:.3g} in their run"
-    return f"{title}. The picture: how {n:,} sites alone keep {graph.value:.3g} of {change:.3g}"
+    head = exact.clean_and_corrupted
+    if graph.circuit is not None:
+        n, n_sites = len(graph.circuit), graph.circuit.n_sites
+        change = exact.clean_value - exact.corrupted_value
+        kept = f"keep {graph.value:.3g} of {change:.3g} ({graph.value / change:.0%})"
+        if graph.circuit.ablation != "resample" or not _had_all_candidates(graph.circuit):
+            kept = f"change it by {graph.value:.3g} in their own run"  # of another difference
+        head = f"{n:,} of {n_sites:,} sites {kept}"
+    return f"{head}: {graph.metric} after {texts}{more}"
 
 
 def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:

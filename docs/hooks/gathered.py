@@ -4,6 +4,7 @@ These metadata entries at the top of a page add content to it:
     module: attn_only_lens.viz   adds an entry for every name in the module's `__all__`
     first: [circuit_view]        puts these names first, with a table of them at the top of the
                                  page; the other names follow below a horizontal line
+    results: [full.name.Of]      adds an entry for each class, which users get but do not import
 These files become pages:
     notebooks/*.ipynb            one page for each notebook, with its stored outputs
     CHANGELOG.md                 one page
@@ -80,7 +81,12 @@ def _expanded(item: Any, pages: list[str]) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Add the reference entries of the module that the page's metadata names."""
+    """Add the reference entries of the module, or of the results, in the page's metadata."""
+    results = page.meta.get("results", ())
+    for full in results:
+        if not summary(full):
+            raise PluginError(f"the page of results lists {full}, which has no docstring")
+    markdown = "\n\n".join([markdown, *(f"::: {full}" for full in results)])
     module = page.meta.get("module")
     return f"{markdown}\n\n{entries(module, page.meta.get('first', ()))}" if module else markdown
 
@@ -176,6 +182,9 @@ def summary(full: str) -> str:
         module, _, name = full.rpartition(".")
         path = ROOT / f"{module.replace('.', '/')}.py"
         definitions = ast.parse(path.read_text("utf-8")).body
-        [tree] = [node for node in definitions if getattr(node, "name", None) == name]
+        trees = [node for node in definitions if getattr(node, "name", None) == name]
+        if len(trees) != 1:
+            raise PluginError(f"a page lists {full}, which {path.name} does not define")
+        [tree] = trees
     paragraph = (ast.get_docstring(tree) or "").split("\n\n")[0]
     return " ".join(paragraph.split()).split(". ")[0].rstrip(".").replace("|", "\\|")

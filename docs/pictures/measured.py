@@ -67,9 +67,10 @@ Values = dict[str, Any]
 def of_small_english() -> Values:
     """Measure the numbers of the README's example."""
     model = expose_neuron_heads(pretrained.small_english()).model
-    circuit = explain(model, CABINET).circuit
-    other = circuits.evaluate(model, circuit, OTHER_NOUNS)
-    return {"cabinet": _sizes(circuit) | {"elsewhere": [other.faithfulness]}}
+    why = explain(model, CABINET)
+    sweep, other = why.attribution, circuits.evaluate(model, why.circuit, OTHER_NOUNS)
+    kept = {"value": why.graph.value, "whole": sweep.clean_value - sweep.corrupted_value}
+    return {"cabinet": _sizes(why.circuit) | kept | {"elsewhere": [other.faithfulness]}}
 
 
 def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, why: None) -> Values:
@@ -182,7 +183,10 @@ def sentences(values: Values) -> Iterator[tuple[str, str]]:
 
 def _small(values: Values) -> str:
     size = "{n} of {n_sites:,} sites (heads and neurons, each at one position)"
-    return f"{size.format(**values['cabinet'])} keep {values['cabinet']['kept']:.0%}"
+    cabinet = values["cabinet"]
+    share = cabinet["value"] / cabinet["whole"]
+    kept = f"keep {cabinet['value']:.3g} of {cabinet['whole']:.3g} ({share:.0%})"
+    return f"{size.format(**cabinet)} {kept}"
 
 
 def _of_readme(values: Values) -> list[str]:

@@ -233,7 +233,9 @@ def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     assert pair.real.all()
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_copies_keep_no_pairs(copied, model):
     some = replace(PAIR, metric=_last_logit)
     pair = some.pair(model)

@@ -76,9 +76,8 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
-    question = f"{lines[1]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # no BOS
-    picture = f"The picture: how {len(why.circuit)} sites alone keep {why.graph.value:.3g} of "
-    assert f"<title>small-english-4l: {escape(f'{question}. {picture}')}" in str(why.view())
+    title = f"{why.title}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
+    assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
 
@@ -349,7 +348,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), n_patched=1)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
-    assert f"<title>{why.attribution.clean_and_corrupted}: logit_diff(7, 8) after " in page
+    assert f"<title>{why.title}: logit_diff(7, 8) after " in page
     names = json.loads(page.split('id="state">')[1].split("</script>")[0])["names"]
     carriers = set()
     for row in why.table().to_dict("records"):

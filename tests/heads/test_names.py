@@ -6,9 +6,15 @@ import torch
 from bridges import boot
 from common import D_MLP, IN_PLACE, mlp_hook, needs_hooked_transformer, relative, tokens
 
-from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads, to_stock
+from attn_only_lens import (
+    Bilinear,
+    HeadName,
+    convert,
+    expose_neuron_heads,
+    original_neuron,
+    to_stock,
+)
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.models import original_neuron
 
 SOURCES = {
     "bridge": lambda: boot("gpt2"),
