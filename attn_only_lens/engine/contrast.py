@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import a_type, as_plain
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.positions import role_reasons
 from attn_only_lens.engine.prompts import (
     PromptPair,
     Prompts,
@@ -103,6 +104,8 @@ class Contrast:
         if not isinstance(self.roles, Mapping):
             expected = "expected a dict from names to positions, such as {'subject': 2, 'end': -1}"
             reasons.append(f"roles: got {a_type(self.roles)}; {expected}")
+        elif "clean" in sizes:
+            reasons += role_reasons(self.roles, sizes["clean"])
         InputError.raise_if(reasons, _PROBLEM)
 
     def __getstate__(self) -> dict[str, Any]:

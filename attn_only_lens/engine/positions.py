@@ -10,6 +10,8 @@ tokens depends on the side of the padding. For such prompts, rows that are means
 warning (`warn_of_unlike_tokens`), and circuits and graphs raise an error.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.prompts import PromptPair, Roles
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 
@@ -105,11 +107,37 @@ def is_by_role(positions: Positions) -> bool:
     return bool(plain) and all(isinstance(x, str) for x in plain)
 
 
+def role_reasons(roles: Roles, n_prompts: int) -> list[str]:
+    """Return an error message for each invalid name of a role, or form of its positions."""
+    reasons: list[str] = []
+    for role, given in roles.items():
+        if not isinstance(role, str) or not role or role in WORDS or "@" in role:
+            words = ", ".join(WORDS)
+            reasons.append(f"got role {role!r}; expected a text without @ other than {words}")
+        elif role.encode(errors="ignore").decode() != role:
+            reasons.append(f"got role {role!r}; expected valid Unicode, to show and save it")
+        plain = as_plain(given)
+        numbers = plain if isinstance(plain, list | tuple) else [plain]
+        wrong = [x for x in map(as_plain, numbers) if not is_count(x, least=-sys.maxsize)]
+        if wrong or (numbers is plain and len(numbers) != n_prompts):
+            got = repr(wrong[0]) if wrong else f"{len(numbers)} positions"
+            reasons.append(
+                f"{role}: got {got}; expected one whole number, or {n_prompts} numbers, one for "
+                "each prompt"
+            )
+    return reasons
+
+
 def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet, ...]:
     """Return these roles of the contrast, or all its roles."""
     roles, lengths = pair.roles, pair.real.sum(dim=1)
     batch, reasons, sets = pair.n_all, list[str](), list[PositionSet]()
     unknown = [name for name in names or () if name not in roles]
+    reasons += [
+        f"got the role {name!r} more than once; expected each role once"
+        for name, count in Counter(names or ()).items()
+        if count > 1
+    ]
     if roles:
         among = f"expected a role of the contrast: {', '.join(map(str, roles))}; or {_WITHOUT}"
         reasons += [f"got the role {name!r}; {among}" for name in unknown]
@@ -121,19 +149,8 @@ def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet
         )
     chosen = roles if names is None else {name: roles[name] for name in names if name in roles}
     for role, positions_of_role in chosen.items():
-        if not isinstance(role, str) or not role or role in WORDS:
-            reasons.append(f"got role {role!r}; expected a text other than {', '.join(WORDS)}")
-        elif role.encode(errors="ignore").decode() != role:
-            reasons.append(f"got role {role!r}; expected valid Unicode, to show and save it")
         plain = as_plain(positions_of_role)
-        per_prompt = [plain] * batch if isinstance(plain, int) else plain
-        is_list = isinstance(per_prompt, list | tuple)
-        if not is_list or len(per_prompt) != batch:
-            got = f"{len(per_prompt)} positions" if is_list else repr(positions_of_role)
-            reasons.append(
-                f"{role}: got {got}; expected one number, or {batch} numbers, one for each prompt"
-            )
-            continue
+        per_prompt = plain if isinstance(plain, list | tuple) else [plain] * batch
         per_prompt = list(map(as_plain, pair.select(per_prompt)))
         outside = [
             f"{role}: got {pos!r} in prompt {i}; expected a number from {-n} to {n - 1}"

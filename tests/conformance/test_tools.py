@@ -65,8 +65,8 @@ def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
         return
     assert "activation_patch(" in str(caught.value).partition("\n")[0]
     call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()
-    names = {"model": converted, "clean": clean, "corrupted": corrupted, "metric": metric}
-    names |= {"patching": attn_only_lens.patching}
+    contrast = attn_only_lens.Contrast(clean, corrupted, metric)
+    names = {"model": converted, "contrast": contrast, "patching": attn_only_lens.patching}
     assert set(eval(call, names).frame["name"]) >= {"L0H0", "L2H1"}
 
 

@@ -201,7 +201,8 @@ def test_padding_is_tested_with_each_call(model, monkeypatch):
     monkeypatch.setattr(name, lambda model, side: False)
     with pytest.raises(InputError, match="padding on the right changes this model's logits"):
         PAIR.pair(model)
-    replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1]).pair(model)  # without padding
+    one = replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1], roles={})
+    one.pair(model)  # without padding
 
 
 def test_refusals_and_warnings_are_those_of_prompts(model):

@@ -207,21 +207,23 @@ def test_by_role(side):
 
 def test_roles_that_are_none():
     bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
-    bad["\ud800"] = -1
-    pair = pair_of([5, 2, 3], roles=bad)
+    bad |= {"\ud800": -1, "f@g": 1, "h": True}
+    with pytest.raises(InputError) as caught:
+        Contrast(["w"] * 3, None, p.loss(), roles=bad)
+    assert len(caught.value.reasons) == 7
+    assert r"got role '\ud800'; expected valid Unicode" in str(caught.value)
+    assert "b: got 2 positions; expected one whole number, or 3 numbers, one" in str(caught.value)
+    pair = pair_of([5, 2, 3], roles={"a": [1, 2, 0], "d": -1, "e": [4, 1, 3]})
     with pytest.raises(InputError) as caught:
         resolve_positions(pair, "roles")
-    text = str(caught.value)
-    assert len(caught.value.reasons) == 7
-    assert r"got role '\ud800'; expected valid Unicode" in text
-    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in text
+    assert len(caught.value.reasons) == 2
+    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in str(caught.value)
     assert resolve_positions(pair, "d")  # only the given roles are read
     with pytest.raises(InputError) as caught:
-        resolve_positions(pair, ["end", "start", "d", "b"])
-    assert len(caught.value.reasons) == 3
-    assert "got the role 'end'; expected a role of the contrast: a, b, all, 3, c" in str(
-        caught.value
-    )
+        resolve_positions(pair, ["end", "start", "d", "d", "a"])
+    assert len(caught.value.reasons) == 4
+    assert "got the role 'end'; expected a role of the contrast: a, d, e" in str(caught.value)
+    assert "got the role 'd' more than once" in str(caught.value)
     without = pair_of([5, 2, 3])
     for positions, got in (("roles", "positions='roles'"), ("last", "the role 'last'")):
         with pytest.raises(InputError, match=f"got {got}, but the contrast has no roles; expected"):
