@@ -17,7 +17,7 @@ all sites outside the graph are ablated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,7 @@ from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from attn_only_lens.arguments import Allowed, a_type, is_number
-from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel, Ablation
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places
@@ -37,7 +37,7 @@ from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
@@ -138,7 +138,10 @@ def group_nodes(
     InputError.raise_if(reasons, _PROBLEM)
     pair, positions = contrast.pair(model), _positions_of(graph)
     _require_same_contrast(graph, model, pair, contrast, positions)
-    sites = site_rows(site_groups(model, pair, Sites(positions=positions), "z"))
+    candidates, ablation = Sites(positions=positions), cast("Ablation", "resample")
+    if graph.circuit is not None:  # all other sites stay as they are
+        candidates, ablation = graph.circuit.candidates, graph.circuit.ablation
+    sites = site_rows(site_groups(model, pair, candidates, "z"))
     ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
     heads = graph.heads.reset_index(drop=True)
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
@@ -146,7 +149,7 @@ def group_nodes(
     InputError.raise_if(
         [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
     )
-    grouped = _GroupedModel(model, pair, contrast.metric, sites)
+    grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation=ablation)
     grouped.require_same_runs(graph, model, pair, Places.of(pair, positions))
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
@@ -321,10 +324,8 @@ def _short(token: str) -> str:
 class _GroupedModel(AblatedModel):
     """An ablated model that tests the nodes and groups of a graph."""
 
-    def __init__(
-        self, model: Any, pair: PromptPair, metric: AnyMetric, sites: pd.DataFrame
-    ) -> None:
-        super().__init__(model, pair, metric, sites, ablation="resample")
+    def __init__(self, model: Any, *runs_and_sites: Any, ablation: Ablation) -> None:
+        super().__init__(model, *runs_and_sites, ablation=ablation)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._whole = self._changes(np.arange(self.n_sites))
 

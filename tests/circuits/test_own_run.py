@@ -12,7 +12,14 @@ from common import mlp_hook, tokens
 
 from attn_only_lens import Contrast, HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import CircuitGraph, Search, attribution_graph, discover, group_nodes
+from attn_only_lens.circuits import (
+    CircuitGraph,
+    Search,
+    attribution_graph,
+    discover,
+    evaluate,
+    group_nodes,
+)
 from attn_only_lens.circuits.circuit import SITE
 from attn_only_lens.errors import InputError
 from attn_only_lens.viz import circuit_view
@@ -189,3 +196,16 @@ def test_what_has_no_own_run():
     frame = circuit.frame.assign(name=["L9H0", *circuit.frame["name"][1:]])
     with pytest.raises(InputError, match="sites of the circuit do not exist"):
         attribution_graph(model, some, sites=replace(circuit, frame=frame))
+
+
+def test_groups_of_its_nodes_ablate_what_the_circuit_ablates():
+    """The nodes keep what `evaluate` says, also with other ablations and few candidates."""
+    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    circuit = some_circuit(model, some, "mean", share=0.5, heads=["heads"])
+    graph = attribution_graph(model, some, sites=circuit)
+    groups = group_nodes(graph, model, some)
+    expected = evaluate(model, circuit, some).faithfulness
+    assert groups.faithfulness == pytest.approx(expected, abs=1e-6)
+    # Control: resampling all other sites keeps another share.
+    resampled = replace(circuit, ablation="resample", candidates=p.Sites())
+    assert evaluate(model, resampled, some).faithfulness != pytest.approx(expected, abs=1e-2)
