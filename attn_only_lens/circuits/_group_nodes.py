@@ -17,7 +17,7 @@ all sites outside the graph are ablated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -49,6 +49,7 @@ from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
+_ABLATION: Ablation = "resample"
 _PROBLEM = "these nodes cannot be grouped"
 _STEP = 0.05  # the step by which the similarity threshold is raised
 _LONGEST = 12  # the maximum length of a token in a group's name
@@ -138,7 +139,7 @@ def group_nodes(
     InputError.raise_if(reasons, _PROBLEM)
     pair, positions = contrast.pair(model), _positions_of(graph)
     _require_same_contrast(graph, model, pair, contrast, positions)
-    candidates, ablation = Sites(positions=positions), cast("Ablation", "resample")
+    candidates, ablation = Sites(positions=positions), _ABLATION
     if graph.circuit is not None:  # all other sites stay as they are
         candidates, ablation = graph.circuit.candidates, graph.circuit.ablation
     sites = site_rows(site_groups(model, pair, candidates, "z"))
