@@ -4,10 +4,12 @@ Runs are kept by their `PromptPair`, which a contrast keeps for each model, as l
 They are used again only while everything that the forward pass reads is the same: the model's state
 and hooks (`model_state.py`), autocasting, and the precision of matrix products. A snapshot does not
 see changes of matrices through `.data`, such as `W_O.data[3] = 0`, so each matrix is also known by
-its norm and by entries of every row and column. The runs that are kept for one model use at most a
-twentieth of the free memory; the oldest go first.
+entries of nearly all rows and columns. Reading all entries would cost as much as a short forward
+pass, so a single entry that is changed through `.data` is not noticed. The runs that are kept for
+one model use at most a twentieth of the free memory; the oldest go first.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,20 +55,17 @@ def _state(model: Any) -> object:
 
 @torch.no_grad()
 def _matrices(model: Any) -> list[bytes]:
-    """Return each parameter matrix's norm, and entries of all of its rows and columns."""
-    known = list[bytes]()
+    """Return entries of nearly all rows and columns of each parameter matrix."""
     by_device = dict[torch.device, list[Tensor]]()
     for x in model.parameters():
-        if x.ndim > 1 and x.numel() and x.is_floating_point() and not x.is_meta:
-            *rows, n_columns = x.shape
-            n_rows = x.numel() // n_columns
-            step = torch.arange(max(n_rows, n_columns), device=x.device)
-            entries = x[(*torch.unravel_index(step % n_rows, rows), step % n_columns)]
-            norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-            by_device.setdefault(x.device, []).extend((norm[None], entries.to(norm.dtype)))
-    for tensors in by_device.values():  # one transfer from each device
-        known.append(torch.cat(tensors).cpu().numpy().tobytes())
-    return known
+        if x.ndim > 1 and x.numel() and not x.is_meta:
+            n_columns = x.shape[-1]
+            step = min(x.numel() // n_columns, n_columns)
+            while math.gcd(step, n_columns) > 1:  # else, all entries would be of few columns
+                step += 1
+            by_device.setdefault(x.device, []).append(x.flatten()[::step].float())
+    # one transfer from each device
+    return [torch.cat(some).cpu().numpy().tobytes() for some in by_device.values()]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -156,7 +156,7 @@ def _edit(rows, value):
 EDITS = {
     "a row": _edit(3, lambda x: 0.0),
     "a column": _edit((slice(None), 3), lambda x: 0.0),
-    "one entry": _edit((0, 3), lambda x: x[0, 3] + 5),
+    "the scale": _edit((), lambda x: 1.1 * x),
     "the signs": _edit((), lambda x: -x),
     "the order": _edit((), lambda x: x.flip(0)),
 }

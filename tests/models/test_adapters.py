@@ -374,6 +374,7 @@ class ChangedKit(support.Kit):
 
 
 OF_NO_SUCH_MODEL = {
+    "original_neuron",  # reads names and sizes, no weights
     # These take models without neuron-heads, tokens or files.
     *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
     *("load", "token_texts", "compare", "agreement", "brackets", "greater_than"),

@@ -15,6 +15,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import site_groups
 from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.work import work_reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS = 11
@@ -244,7 +245,7 @@ def test_work_is_checked_when_it_is_made():
         "got batch_size=0",
         "got prompts_at_once=2.0",
     ]
-    unused = Work(3, resume="here").reasons_against("batch_size", "prompts_at_once", "resume")
+    unused = work_reasons(Work(3, resume="here"), "batch_size", "prompts_at_once", "resume")
     assert [reason.split(";")[0] for reason in unused] == [
         "got batch_size=3 in work",
         "got resume='here' in work",
