@@ -4,6 +4,7 @@ The oracle puts plain hooks on the model: every head outside the circuit gets it
 """
 
 from dataclasses import replace
+from functools import cache
 
 import bridges
 import pytest
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 METRIC, EXACT, POS = p.logit_diff(3, 7), 1e-12, 7
 ABLATIONS = ["resample", "zero", "mean", "positional_mean"]
-FAMILIES = ["gpt2", "llama", "gemma2", "neox"]
+CASES = [("gpt2", x) for x in ABLATIONS] + [(x, "resample") for x in ("llama", "gemma2", "neox")]
 
 
 def contrast(seed=0, batch=2):
@@ -40,9 +41,9 @@ def contrast(seed=0, batch=2):
     return Contrast(clean, corrupted, METRIC, roles={"subject": 2, "end": -1})
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request):
-    return bridges.exposed_copy(bridges.boot(request.param))
+@cache
+def model_of(family):
+    return bridges.exposed_copy(bridges.boot(family))
 
 
 def some_circuit(model, some, ablation="resample", share=0.2, **sites):
@@ -105,9 +106,9 @@ def off(graph):
     return max(apart, tokens_apart, metric_apart) / attribution.abs().max()
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS)
-def test_it_adds_up_to_what_the_circuit_keeps(model, ablation):
-    some = contrast()
+@pytest.mark.parametrize(("family", "ablation"), CASES)
+def test_it_adds_up_to_what_the_circuit_keeps(family, ablation):
+    model, some = model_of(family), contrast()
     circuit = some_circuit(model, some, ablation)
     graph = attribution_graph(model, some, sites=circuit)
     places = {pos: pos for pos in range(POS)}
@@ -122,10 +123,12 @@ def test_it_adds_up_to_what_the_circuit_keeps(model, ablation):
     assert whole.value != pytest.approx(graph.value, rel=1e-2)
 
 
-@pytest.mark.parametrize("ablation", ["resample", "positional_mean"])
-def test_tokens_without_a_role_keep_their_outputs(model, ablation):
+@pytest.mark.parametrize(
+    ("family", "ablation"), [("gpt2", "positional_mean"), ("llama", "resample")]
+)
+def test_tokens_without_a_role_keep_their_outputs(family, ablation):
     """The circuit is by role; the graph needs no positions."""
-    some = contrast()
+    model, some = model_of(family), contrast()
     circuit = some_circuit(model, some, ablation, share=0.8, positions="roles")
     graph = attribution_graph(model, some, sites=circuit)
     places = {"subject": 2, "end": POS - 1}
@@ -138,7 +141,7 @@ def test_tokens_without_a_role_keep_their_outputs(model, ablation):
 
 def test_a_search_found_it_and_it_keeps_what_the_search_says():
     """Where both runs end with the same token, both percentages are of the same difference."""
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    model = model_of("gpt2")
     some = contrast()
     same_end = some.corrupted.clone()
     same_end[:, -1] = some.clean[:, -1]
@@ -151,7 +154,7 @@ def test_a_search_found_it_and_it_keeps_what_the_search_says():
 
 
 def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
-    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast(batch=1)
+    model, some = model_of("gpt2"), contrast(batch=1)
     circuit = some_circuit(model, some)
     graph = attribution_graph(model, some, sites=circuit)
     graph.save(tmp_path / "graph.json")
@@ -176,7 +179,7 @@ def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
     ],
 )
 def test_the_page_says_which_runs_are_compared(sites, ablation, said):
-    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    model, some = model_of("gpt2"), contrast()
     circuit = some_circuit(model, some, ablation, **sites)
     page = circuit_view(attribution_graph(model, some, sites=circuit))
     assert all(words in page for words in said)
@@ -186,7 +189,7 @@ def test_the_page_says_which_runs_are_compared(sites, ablation, said):
 
 
 def test_what_has_no_own_run():
-    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    model, some = model_of("gpt2"), contrast()
     circuit = some_circuit(model, some)
     with pytest.raises(InputError, match="got a circuit without corrupted prompts"):
         attribution_graph(model, replace(some, corrupted=None), sites=circuit)
@@ -200,7 +203,7 @@ def test_what_has_no_own_run():
 
 def test_groups_of_its_nodes_ablate_what_the_circuit_ablates():
     """The nodes keep what `evaluate` says, also with other ablations and few candidates."""
-    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    model, some = model_of("gpt2"), contrast()
     circuit = some_circuit(model, some, "mean", share=0.5, heads=["heads"])
     graph = attribution_graph(model, some, sites=circuit)
     groups = group_nodes(graph, model, some)
