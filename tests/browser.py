@@ -56,6 +56,8 @@ class Opened:
         for log in ("browser", "performance"):
             self.driver.get_log(log)  # drop earlier pages' events
         self.driver.get(path.as_uri())
+        # Some versions of the driver return while the blank page is still there.
+        self.wait("location.protocol === 'file:' && document.readyState === 'complete'")
 
     def js(self, script: str, *arguments):
         return self.driver.execute_script(script, *arguments)
