@@ -6,6 +6,7 @@ from feature_model import PAIR, with_features
 
 from attn_only_lens import Contrast, circuits, explain
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.own_run import held_outside
 from attn_only_lens.errors import InputError, UnknownHeadError
 
 pytestmark = pytest.mark.numeric
@@ -108,7 +109,13 @@ def test_explanation_and_groups(model):
         if name.lstrip("L0123456789")[0] in "NF"
     ]
     assert any("F" in name for name in why.neurons)
-    cache, corrupted = (model.run_with_cache(prompt)[1] for prompt in PAIR)
+    corrupted = model.run_with_cache(PAIR[1])[1]
+    hooks = [  # of the circuit's own run
+        (name, lambda z, hook, name=name, x=x: torch.where(x.outside, corrupted[name], z))
+        for name, x in held_outside(model, CONTRAST.pair(model), why.circuit).items()
+    ]
+    with model.hooks(fwd_hooks=hooks):
+        cache = model.run_with_cache(PAIR[0])[1]
     for node, kind in kinds.items():
         name, _, position = node.partition("@")
         does = why.does[node]
