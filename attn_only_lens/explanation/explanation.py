@@ -75,8 +75,8 @@ class Explanation:
             path carries a tenth of its share. Numbers are means over prompts; tokens are of the
             prompt `shown`.
         labels: the label of each node, by id: a head with the token to which it attends most (in
-            the circuit's own run / in the corrupted run), another node with the first token that `does`
-            says the change raises (↑) or lowers (↓).
+            the circuit's own run / in the corrupted run), another node with the first token that
+            `does` says the change raises (↑) or lowers (↓).
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
         model: the model that was explained.
@@ -212,9 +212,9 @@ class Explanation:
             *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
-            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ or "
-            "↓ the token whose logit the change of the node's output between these runs raises or "
-            "lowers most by the direct path; by pattern, or by both pattern and value: what "
+            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
+            "or ↓ the token whose logit the change of the node's output between these runs raises "
+            "or lowers most by the direct path; by pattern, or by both pattern and value: what "
             "carries the node's share, if not mainly its value."
             + f" Sign disputed: {_DISPUTED}."
             * any(", sign disputed" in x for x in names.values()),

@@ -13,8 +13,8 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.own_run import graph_runs
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
-from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.explanation.model_answers import model_answers
 from attn_only_lens.heads import HeadName, host_of

@@ -38,7 +38,7 @@ def prompts(n=7, metric=DIFF, lengths=LENGTHS):
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 7) % 41
     mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long() if lengths else None
-    return Contrast(clean, corrupted, metric, mask=mask, roles=ROLES)
+    return Contrast(clean, corrupted, metric, mask=mask, roles=ROLES if n == 7 else {})
 
 
 PADDED, WHOLE = prompts(), prompts(lengths=None)
