@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -99,9 +98,7 @@ def graph_runs(
     """Record hook points in both runs of a graph: the clean or a circuit's run, and the other."""
     held = {} if graph.circuit is None else held_outside(model, pair, graph.circuit)
     hooks = [(name, heads.hook) for name, heads in held.items()]
-    tokens, n = torch.cat([pair.clean, pair.corrupted]), len(pair.clean)
-    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    both = record(model, tokens, mask, names=names, hooks=hooks)
+    both, n = record(model, *pair.together, names=names, hooks=hooks), len(pair.clean)
     return both[:n], both[n:]
 
 

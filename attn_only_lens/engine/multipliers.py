@@ -185,8 +185,7 @@ def run_both(
     host, steps, held = host_of(model), Steps(model), held or {}
     _require_separate_gates(host)
     names = host.hook_names("z")
-    tokens = torch.cat([pair.clean, pair.corrupted])
-    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    tokens, mask = pair.together
     hooks = [(name, heads.hook) for name, heads in held.items()]
     writes = None
     if decomposed:

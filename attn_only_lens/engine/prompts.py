@@ -71,6 +71,12 @@ class PromptPair:
         return (self.real * positions).amax(dim=1)
 
     @property
+    def together(self) -> tuple[Tokens, Int[Tensor, "both pos"] | None]:
+        """The tokens and the mask of both runs in one batch, first the clean prompts."""
+        mask = None if self.mask is None else self.mask.repeat(2, 1)
+        return torch.cat([self.clean, self.corrupted]), mask
+
+    @property
     def n_all(self) -> int:
         """The number of prompts in the whole analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]

@@ -314,9 +314,7 @@ def _record_both(
     n = len(pair.clean)
     if pair.corrupted is pair.clean or pair.clean.numel() > _FEW_TOKENS // 2:
         return None
-    tokens = torch.cat([pair.clean, pair.corrupted])
-    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    both = record(model, tokens, mask, **options)
+    both = record(model, *pair.together, **options)
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     return _if_equal_before_change(model, pair, both[:n], both[n:])

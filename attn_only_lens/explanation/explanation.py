@@ -21,6 +21,7 @@ from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 from attn_only_lens.viz import Overlays, circuit_view, write_html
+from attn_only_lens.viz.graph_notes import what_it_keeps
 from attn_only_lens.viz.page import Page
 
 _DIRECT = 0.01  # name the direct path from tokens to the metric from this share on
@@ -103,11 +104,7 @@ class Explanation:
         were resampled, how much the resampled circuits keep on held-out prompts.
         """
         difference = self.attribution.clean_value - self.attribution.corrupted_value
-        kept, n, held_out = self.graph.value, len(self.circuit), self._held_out
-        title = (
-            f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.3g} of {difference:.3g} "
-            f"({_percent(kept / difference)})"
-        )
+        title, held_out = what_it_keeps(self.graph, self.circuit, self.attribution), self._held_out
         if abs(direct := self._direct) >= _DIRECT * abs(difference):
             title += f", {direct:.3g} of it directly from the tokens"
         return title + f"; {_percent(held_out or 0)} on held-out prompts" * (held_out is not None)

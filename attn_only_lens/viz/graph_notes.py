@@ -93,15 +93,19 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
     )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
-    head = exact.clean_and_corrupted
-    if graph.circuit is not None:
-        n, n_sites = len(graph.circuit), graph.circuit.n_sites
-        change = exact.clean_value - exact.corrupted_value
-        kept = f"keep {graph.value:.3g} of {change:.3g} ({graph.value / change:.0%})"
-        if graph.circuit.ablation != "resample" or not _had_all_candidates(graph.circuit):
-            kept = f"change it by {graph.value:.3g} in their own run"  # of another difference
-        head = f"{n:,} of {n_sites:,} sites {kept}"
+    circuit = graph.circuit
+    head = exact.clean_and_corrupted if circuit is None else what_it_keeps(graph, circuit, exact)
     return f"{head}: {graph.metric} after {texts}{more}"
+
+
+def what_it_keeps(graph: CircuitGraph, circuit: Circuit, exact: Sweep) -> str:
+    """Return a circuit's size, and how much of the difference between two runs it keeps."""
+    change = exact.clean_value - exact.corrupted_value
+    share = round(graph.value / change, 2) + 0.0  # adding 0.0 turns -0% into 0%
+    kept = f"keep {graph.value:.3g} of {change:.3g} ({share:.0%})"
+    if circuit.ablation != "resample" or not _had_all_candidates(circuit):
+        kept = f"change it by {graph.value:.3g} in their own run"  # of another difference
+    return f"{len(circuit):,} of {circuit.n_sites:,} sites {kept}"
 
 
 def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
