@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from reprlib import Repr
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type, as_plain
+from attn_only_lens.engine.contrast_file import DOCUMENT, as_body, fields_of, metric_of
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import role_reasons
 from attn_only_lens.engine.prompts import (
@@ -23,7 +25,7 @@ from attn_only_lens.engine.prompts import (
     single_prompts,
 )
 from attn_only_lens.engine.tokens import array_as_tensor, require_model
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import CheckpointError, InputError
 
 _PROBLEM = "this is no contrast"
 _REPR = Repr()
@@ -158,6 +160,46 @@ class Contrast:
         else:  # the model may have changed
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
+
+    def save(self, path: str | Path) -> None:
+        """Write the contrast to a JSON file atomically.
+
+        If the metric is your own function, the file has only its name, and `load` needs the metric.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from attn_only_lens import Contrast, patching as p
+            >>> keys = Contrast("The keys", "The key", p.logit_diff(" are", " is"))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     keys.save(f"{folder}/contrast.json")
+            ...     again = Contrast.load(f"{folder}/contrast.json")
+            >>> again.clean, again.metric.name
+            ('The keys', "logit_diff(' are', ' is')")
+        """
+        DOCUMENT.write(path, contrast=as_body(vars(self)))
+
+    @classmethod
+    def load(cls, path: str | Path, metric: AnyMetric | None = None) -> "Contrast":
+        """Read a contrast from a file that was written by `save`.
+
+        Args:
+            path: the file.
+            metric: the metric of the file, if it is your own function.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, newer than this package, or not a
+                contrast.
+            InputError: the metric is missing, or has another name than the metric of the file.
+        """
+        body = DOCUMENT.read(path)["contrast"]
+        metric = metric_of(body["metric"], metric, path)
+        try:
+            return cls(**fields_of(body) | {"metric": metric})
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} holds no contrast: {error}") from error
 
 
 def contrast_reasons(contrast: object, *, both: bool = True) -> list[str]:

@@ -48,7 +48,10 @@ _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
     "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
 )
-_FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
+_FILES = (
+    *("explanation.csv", "contrast.json", "circuit.json", "graph.json"),
+    *("attribution.parquet", "page.html"),
+)
 _COLUMNS = (
     *("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise", "disputed"),
 )
@@ -231,12 +234,13 @@ class Explanation:
     def save(self, folder: str | Path) -> None:
         """Write the explanation to a folder, atomically.
 
-        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `circuit.json`
-        (for `Circuit.load`), `graph.json` (for `CircuitGraph.load`) and `attribution.parquet` (for
-        `patching.Sweep.load`).
+        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `contrast.json`
+        (for `Contrast.load`), `circuit.json` (for `Circuit.load`), `graph.json` (for
+        `CircuitGraph.load`) and `attribution.parquet` (for `patching.Sweep.load`).
         """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
+            self.contrast.save(new / "contrast.json")
             self.circuit.save(new / "circuit.json")
             self.graph.save(new / "graph.json")
             self.attribution.save(new / "attribution.parquet")

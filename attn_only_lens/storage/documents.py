@@ -28,6 +28,7 @@ _READERS = {
     "attn_only_lens": "load",
     "attn_only_lens.Circuit": "circuits.Circuit.load",
     "attn_only_lens.CircuitGraph": "circuits.CircuitGraph.load",
+    "attn_only_lens.Contrast": "Contrast.load",
     "attn_only_lens.Paths": "patching.Paths.load",
     "attn_only_lens.Sweep": "patching.Sweep.load",
 }

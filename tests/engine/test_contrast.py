@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from common import D_VOCAB, tokens
+from sealed_files import rewrite
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.engine.contrast import contrast_reasons
 from attn_only_lens.engine.prompts import prompt_pair, single_prompts
-from attn_only_lens.errors import InputError, InputWarning, UnsupportedCallError
+from attn_only_lens.errors import CheckpointError, InputError, InputWarning, UnsupportedCallError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # raised by TransformerLens
 METRIC = p.logit_diff(5, 7)
@@ -248,3 +249,134 @@ def test_copies_keep_no_pairs(copied, model):
 
 def _last_logit(logits):
     return logits[:, -1, 5]
+
+
+# Files
+
+
+ROWS = tokens(batch=3)
+METRICS = [
+    p.logit_diff(" are", [7, "x"]),
+    p.probability_diff([[33, 31], [13]], [["a", 29], [5]]),
+    p.probability("é"),
+    p.log_probability(torch.tensor([5, 7, 11])),
+    p.kl(),
+    p.loss(),
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clean": "The \n\t日 keys", "corrupted": None},
+        {"clean": ["a", "b", "c"], "corrupted": ("d", "e", "f"), "roles": {"x": [2, -1, 0]}},
+        {"clean": ROWS, "corrupted": ROWS + 1, "mask": ROWS > 3, "dropped": {"too long": 3}},
+        {"clean": ROWS.numpy().astype(np.uint8), "corrupted": ROWS, "mask": (ROWS > 3).numpy()},
+        {"clean": ROWS[0], "corrupted": ROWS[0].numpy(), "roles": {"x": np.int64(2)}},
+        {"clean": [ROWS[0], ROWS[1, :2], ROWS[2, :2]], "corrupted": None, "name": "é"},
+        {"clean": list(ROWS), "corrupted": list(ROWS), "roles": {"x": torch.tensor([1, 2, 3])}},
+    ],
+)
+def test_a_contrast_is_read_back(more, tmp_path):
+    def plain(value):
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return value.tolist()
+        if isinstance(value, list | tuple):
+            return list(map(plain, value))
+        return {key: plain(item) for key, item in value.items()} if type(value) is dict else value
+
+    for metric in METRICS:
+        contrast = Contrast(metric=metric, **more)
+        contrast.save(tmp_path / "contrast.json")
+        again = Contrast.load(tmp_path / "contrast.json")
+        for name in ("clean", "corrupted", "roles", "mask", "name", "dropped"):
+            assert plain(getattr(again, name)) == plain(getattr(contrast, name))
+        assert again.metric.identity() == metric.identity()
+        assert (again.answers, again.wrong) == (contrast.answers, contrast.wrong)
+        assert repr(again).splitlines()[0] == repr(contrast).splitlines()[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["contrast.json"]
+
+
+def test_a_loaded_contrast_has_the_same_runs(model, tmp_path):
+    for contrast in (PAIR, Contrast(ROWS, ROWS + 1, METRIC, mask=torch.ones(3, ROWS.shape[1]))):
+        contrast.save(tmp_path / "contrast.json")
+        pairs = [one.pair(model) for one in (contrast, Contrast.load(tmp_path / "contrast.json"))]
+        for name in ("clean", "corrupted", "real", "last"):
+            assert torch.equal(*(getattr(pair, name) for pair in pairs))
+
+
+def test_a_function_is_stored_by_its_name(tmp_path):
+    def largest(logits):
+        return logits[:, -1].max()
+
+    path = tmp_path / "contrast.json"
+    for metric in (largest, p.custom(largest), p.custom(largest, version="1")):
+        replace(PAIR, metric=metric).save(path)
+        with pytest.raises(InputError, match="only the name of its metric, largest, a function; "):
+            Contrast.load(path)
+        assert Contrast.load(path, largest).metric is largest
+        with pytest.raises(InputError, match=r"got the metric logit_diff\(5, 7\); expected"):
+            Contrast.load(path, METRIC)
+    # A function with the name of one of the package's metrics is still a function.
+    for name in ("loss", "kl", METRIC.name, "logit_diff"):
+        replace(PAIR, metric=p.custom(largest, name=name, version="1")).save(path)
+        with pytest.raises(InputError, match="a function; expected metric="):
+            Contrast.load(path)
+    PAIR.save(path)
+    assert Contrast.load(path, METRIC).metric is METRIC
+    with pytest.raises(InputError, match="got the metric largest; expected logit_diff"):
+        Contrast.load(path, largest)
+
+
+def test_what_json_cannot_store_is_refused(tmp_path):
+    for contrast, match in (
+        (replace(PAIR, name=7), r"contrast\.name: got 7; expected str"),
+        (replace(PAIR, metric=p.logit_diff(0.5, 7)), "answers.* got 0.5"),
+        (replace(PAIR, mask="x"), "mask: got 'x'"),
+        (Contrast(ROWS * 0.5, ROWS, METRIC), "clean"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            contrast.save(tmp_path / "contrast.json")
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path_to", "value", "match"),
+    [
+        (("metric", "version"), "7", "logit_diff.*, version 7, .*: use the release that wrote"),
+        (("metric", "answers"), [[[5]], [[9]]], r"has the metric logit_diff\(5, 7\)"),
+        (("metric", "answers"), [[[5]]], r"has the metric logit_diff\(5, 7\)"),
+        (("metric", "name"), "entropy", "has the metric entropy"),
+        (("metric", "answers"), [[[0.5]], [[7]]], "expected int"),
+        (("clean",), ["w1"], "(?s)holds no contrast: .*got 1 clean and 2 corrupted prompts"),
+        (("clean",), [], "(?s)holds no contrast: .*expected the same number"),
+        (("roles", "subject"), [1, 2, 3], "(?s)holds no contrast: .*subject: got 3 positions"),
+        (("roles",), {"all": 3, "": 1}, "(?s)holds no contrast: .*role 'all'.*role ''"),
+        (("mask",), [[1, 1], [1]], "holds no contrast"),
+        (("dropped", "x"), "y", r"dropped\.x: got 'y'; expected int"),
+        (("more",), 3, "holds no contrast: .*more"),
+    ],
+)
+def test_files_that_another_program_wrote_are_refused(path_to, value, match, tmp_path):
+    def change(whole):
+        *outer, last = ("contrast", *path_to)
+        for key in outer:
+            whole = whole[key]
+        whole[last] = value
+
+    PAIR.save(tmp_path / "contrast.json")
+    rewrite(tmp_path / "contrast.json", change)
+    with pytest.raises(CheckpointError, match=match):
+        Contrast.load(tmp_path / "contrast.json")
+
+
+def test_other_files_are_refused(tmp_path):
+    PAIR.save(tmp_path / "a.json")
+    rewrite(tmp_path / "a.json", format="attn_only_lens.Circuit")
+    with pytest.raises(CheckpointError, match=r"which circuits\.Circuit\.load opens; expected"):
+        Contrast.load(tmp_path / "a.json")
+    rewrite(tmp_path / "a.json", format="attn_only_lens.Contrast", format_version=2)
+    with pytest.raises(CheckpointError, match="has format version 2, but this attn-only-lens"):
+        Contrast.load(tmp_path / "a.json")
+    with pytest.raises(CheckpointError, match="is missing"):
+        Contrast.load(tmp_path / "b.json")

@@ -329,7 +329,7 @@ def test_the_token_that_differs_gets_all_of_it(why):
 def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     why.save(tmp_path / "why")
     names = {path.name for path in (tmp_path / "why").iterdir()}
-    assert names == {"attribution.parquet", "circuit.json", *FILES}
+    assert names == {"attribution.parquet", "circuit.json", "contrast.json", *FILES}
     again = circuits.CircuitGraph.load(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)
@@ -338,6 +338,9 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
+    asked_again = explain(why.model, Contrast.load(tmp_path / "why" / "contrast.json"))
+    pd.testing.assert_frame_equal(asked_again.table(), table := why.table())
+    assert len(table)
     why.save(tmp_path / "why")  # a second call replaces the saved files
 
 

@@ -374,6 +374,17 @@ def comparison():
     return Comparison(**{name: frame.copy() for name in _FRAMES}, tokens=("a", "é"), about=about)
 
 
+def contrast():
+    metric = p.probability_diff([[33, 31], [13]], [[7, 29], [5]])
+    sides, mask = torch.tensor([[3, 5, 7], [2, 11, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return Contrast(sides, sides + 1, metric, mask=mask, roles={"end": -1}, name="é", dropped={})
+
+
+def fields_of(contrast):
+    fields = {name: value for name, value in vars(contrast).items() if name != "_pairs"}
+    return fields | {"metric": contrast.metric.identity()}
+
+
 KINDS = {
     "bridge": (lambda folder: save(bridge(), folder), lambda folder: load(folder).state_dict()),
     "training": (trained, resumed),
@@ -383,6 +394,10 @@ KINDS = {
     "graph": (
         lambda f: graph().save(f / "g.json"),
         lambda f: vars(CircuitGraph.load(f / "g.json")),
+    ),
+    "contrast": (
+        lambda f: contrast().save(f / "c.json"),
+        lambda f: fields_of(Contrast.load(f / "c.json")),
     ),
     "comparison": (
         lambda folder: comparison().save(folder),
