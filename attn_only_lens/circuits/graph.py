@@ -162,17 +162,24 @@ class CircuitGraph:
         """The kinds of edges whose weights add up to attributions."""
         return EDGE_KINDS if self.corrupted else ("value",)
 
-    def inflow(self, kind: str | None = None) -> "pd.Series[float]":
+    def inflow(self, kind: str | None = None, *, rest: bool = True) -> "pd.Series[float]":
         """Return the sum of the weights of the edges into each node, indexed by node id.
 
-        By default, edges of all kinds that add up to attributions are included. An unknown kind
-        raises an `InputError`.
+        Args:
+            kind: a kind of edge; by default, all kinds that add up to attributions.
+            rest: whether to include edges from "rest". The share of each node's inflow that comes
+                from nodes of the graph is `graph.inflow(rest=False) / graph.inflow()`. The share is
+                negative or above 1 if these nodes and "rest" act against each other.
+
+        Raises:
+            InputError: there is no such kind of edge.
         """
         if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
         kinds = self.additive_kinds if kind is None else (kind,)
         of_kind = self.edges[self.edges["kind"].isin(kinds)]
-        return of_kind.groupby("target", observed=True)["weight"].sum()
+        weights = of_kind["weight"].where(rest | (of_kind["source"] != "rest"), 0.0)
+        return weights.groupby(of_kind["target"], observed=True).sum()
 
     @property
     def heads(self) -> pd.DataFrame:

@@ -64,7 +64,9 @@ def circuit_page(
             meaning of that column; `notes`, strings that the page shows; `corrupted`, the tokens of
             the corrupted prompt, if the details have its patterns; `additive`, the kinds of
             edges that sum to attributions (by default "value"); and `groups`, the `members`,
-            `effect` and `sum_of_effects` of groups that were measured.
+            `effect` and `sum_of_effects` of groups that were measured. If some of these edges come
+            from a node of the kind "rest", a bar in every node shows the part of its inflow that is
+            drawn (see `circuit_view`).
         details: by id, or by name for all positions of a node; fields by id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
@@ -99,11 +101,10 @@ def circuit_page(
     details, state = {} if details is None else details, {} if state is None else state
     refuse(*circuit_reasons(nodes, edges, meta, details, state))
     state = _with_groups(state, nodes)
-    data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
+    data = _drawing(nodes.reset_index(drop=True), edges, meta, state) | {
         "details": {key: _plain(item) for key, item in details.items()},
-        **{"state": state, "exact": meta.get("exact", "")},
+        "exact": meta.get("exact", ""),
         "corrupted": [visible_token(token) for token in meta.get("corrupted", ())],
-        "additive": list(meta.get("additive", ("value",))),
         **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
     }
     of_metric = meta.get("title") or f"{meta['metric']} = {float(meta['value']):.5g}"
@@ -138,7 +139,9 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
     return {**state, "groups": groups}
 
 
-def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _drawing(
+    nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the data that both the page and the picture show."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
@@ -155,6 +158,8 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
             labels[i] = _shortened(meta["metric"], 40)
         elif kind == "embed" and pd.notna(t):
             labels[i] = axis[int(t)]
+    additive = list(meta.get("additive", ("value",)))
+    from_rest = edges["source"].isin(nodes.loc[nodes["kind"] == "rest", "id"])
     drawing = {
         "nodes": {
             **_columns(nodes, NODE_COLUMNS, *OPTIONAL),
@@ -164,6 +169,9 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
         },
         "edges": _columns(ends, EDGE_COLUMNS, "status"),
         "rows": rows,
+        "state": state,
+        "additive": additive,
+        "has_bars": "status" not in edges and bool(edges["kind"][from_rest].isin(additive).any()),
         "tokens": tokens,
         "axis": axis,
         "axis_width": [round(_CHARACTER * _cells(token), 1) for token in axis],

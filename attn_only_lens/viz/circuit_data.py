@@ -50,6 +50,7 @@ class _State(BaseModel):
     names: dict[str, str] = {}
     groups: list[_Group] = []
     kinds: list[Literal["value", "q", "k", "gate"]] = []
+    extras: StrictBool = False
     nodes: PositiveInt | None = None
     edges: PositiveInt | None = None
 

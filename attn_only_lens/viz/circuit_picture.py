@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import inf
+from textwrap import wrap
 from typing import Any
 
 from attn_only_lens.viz.circuit_data import EXTRAS, STATUSES
@@ -26,7 +27,7 @@ from attn_only_lens.viz.page import asset
 WIDTH = 900.0
 _HEIGHT = 600.0
 MOST, FEWEST = 40, 12
-_TITLE, _LEGEND = 28, 30
+_TITLE, _LEGEND, _LINE = 28, 30, 14
 _CHARACTER = 7.9  # width of a character in the title
 _CORNERS = {"attention": 10, "metric": 4, "embed": 4, "skip": 4, "error": 4}
 _SLANTED = ' transform="skewX(-14)"'  # features are parallelograms
@@ -36,7 +37,7 @@ _Data = Mapping[str, Any]
 
 def first_view(data: _Data) -> dict[str, int]:
     """Return the largest numbers of nodes and edges with which the initial view is readable."""
-    n = len(_shown(data, MOST))
+    n = min(MOST, sum(kind not in EXTRAS for kind in data["nodes"]["kind"]))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
         if placed.width < WIDTH + 1 and placed.height < _HEIGHT + 1:
@@ -56,7 +57,10 @@ def circuit_picture(data: _Data, title: str) -> str:
     heaviest = max((abs(weight) for *_, weight, _ in edges), default=0.0) or 1.0
     colours_of = zip(data["nodes"]["attribution"], data["nodes"]["kind"], strict=True)
     largest = max((abs(a or 0) for a, kind in colours_of if kind != "metric"), default=0) or 1
-    height = placed.height + _TITLE + _LEGEND
+    parts_drawn = _parts_drawn(data, edges)
+    n_columns = int((placed.width - 16) / data["per_character"])
+    legend = wrap(_legend(data), n_columns, break_on_hyphens=False)
+    height = placed.height + _TITLE + _LEGEND + _LINE * (len(legend) - 1)
     longest = int((placed.width - 16) / _CHARACTER)
     shorter = title if len(title) <= longest else title[: longest - 1] + "…"
     style = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], data["style"])
@@ -72,20 +76,23 @@ def circuit_picture(data: _Data, title: str) -> str:
             _edge(path, kind, weight, heaviest, status)
             for path, (_, _, kind, weight, status) in zip(paths, edges, strict=True)
         ),
-        *(_node(data, i, placed, largest, colours) for i in shown),
+        *(_node(data, i, placed, largest, colours, parts_drawn.get(i)) for i in shown),
         *(_text(8, y, data["rows"][row], "row", "0.35em") for row, y, _ in placed.rows),
         *_axis(data, placed),
-        _legend(data, placed.height + 18),
+        *(_text(8, placed.height + 18 + _LINE * i, line, "row") for i, line in enumerate(legend)),
         "</svg>",
     ]
     return "\n".join(parts)
 
 
 def _shown(data: _Data, k: int) -> list[int]:
-    """Return the k strongest nodes."""
+    """Return the k strongest nodes; "rest" and biases are not counted, and shown if asked for."""
     sizes = [inf if size is None else size for size in data["nodes"]["strength"]]
-    plain = [i for i, kind in enumerate(data["nodes"]["kind"]) if kind not in EXTRAS]
-    return sorted(plain, key=lambda i: -sizes[i])[:k]
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    plain = [i for i in order if data["nodes"]["kind"][i] not in EXTRAS]
+    if not data["state"].get("extras"):
+        return plain[:k]
+    return plain[:k] + [i for i in order if i in set(data["edges"]["source"]) - set(plain)]
 
 
 def _kinds(data: _Data) -> list[str]:
@@ -115,6 +122,23 @@ def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, s
     return sorted(rows_, key=lambda row: -abs(row[3]))[:k]
 
 
+def _parts_drawn(
+    data: _Data, drawn: Sequence[tuple[int, int, str, float, Any]]
+) -> dict[int, tuple[float, float]]:
+    """Return, by node, its inflow along drawn edges, without "rest", and its inflow that is not."""
+    edges, sums = data["edges"], dict[int, tuple[float, float]]()
+    if not data["has_bars"]:
+        return sums
+    for target, kind, weight in zip(edges["target"], edges["kind"], edges["weight"], strict=True):
+        if kind in data["additive"]:
+            sums[target] = 0.0, sums.get(target, (0.0, 0.0))[1] + weight
+    for source, target, kind, weight, _ in drawn:
+        if kind in data["additive"] and data["nodes"]["kind"][source] != "rest":
+            seen, missing = sums[target]
+            sums[target] = seen + weight, missing - weight
+    return sums
+
+
 def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, status: Any) -> str:
     size = abs(weight) / heaviest
     width = 0.8 + 4.2 * size
@@ -134,7 +158,14 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     )
 
 
-def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[str, str]) -> str:
+def _node(
+    data: _Data,
+    i: int,
+    placed: Layout,
+    largest: float,
+    colours: Mapping[str, str],
+    inflow: tuple[float, float] | None,
+) -> str:
     nodes = data["nodes"]
     kind, width, attribution = nodes["kind"][i], nodes["width"][i], nodes["attribution"][i]
     status = nodes["status"][i] if "status" in nodes else None
@@ -150,8 +181,31 @@ def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[
         f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
         f'rx="{_CORNERS.get(kind, 0)}"{_SLANTED * (kind == "feature")}{fill}/>'
-        f"{_text(0, 0, mark + nodes['label'][i], strong, '0.35em')}</g>"
+        f"{_text(0, 0, mark + nodes['label'][i], strong, '0.35em')}"
+        f"{_bar(inflow, width, strong, kind) if inflow else ''}</g>"
     )
+
+
+def _bar(inflow: tuple[float, float], width: float, strong: str, kind: str) -> str:
+    """Draw the part of a node's inflow that is drawn as a line; the rest of the line is dotted."""
+    drawn, missing = inflow
+    size, half = abs(drawn) + abs(missing), width / 2 - 8
+    if not size:
+        return ""
+    x, y = half * (2 * abs(drawn) / size - 1), BOX / 2 - 1.5
+    bar = f'<path class="bar {strong}" d="M{-half:.1f} {y}H{x:.1f}"/>'
+    bar += f'<path class="bar missing {strong}" d="M{x:.1f} {y}H{half:.1f}"/>'
+    return bar + _text(0, -BOX / 2 - 4, said_drawn(drawn, missing), "") * (kind == "metric")
+
+
+def said_drawn(drawn: float, missing: float) -> str:
+    """Say which part of an inflow is drawn, and which is not if the two have opposite signs."""
+    whole = drawn + missing
+    if abs(whole) < 1e-4 * (abs(drawn) + abs(missing)):  # weights have five digits
+        return ""
+    part, other = (round(100 * x / whole) for x in (drawn, missing))
+    text = f"{part:,} % drawn" + f", {other:,} % not" * (part * other < 0)
+    return text.replace("-", "−")
 
 
 def _axis(data: _Data, placed: Layout) -> list[str]:
@@ -168,7 +222,7 @@ def _axis(data: _Data, placed: Layout) -> list[str]:
     return [*parts, "</g>"]
 
 
-def _legend(data: _Data, y: float) -> str:
+def _legend(data: _Data) -> str:
     if "status" in data["nodes"]:
         marks = " · ".join(f"{mark} {word}" for word, mark in STATUSES.items())
     else:
@@ -180,7 +234,8 @@ def _legend(data: _Data, y: float) -> str:
     shapes = "".join(
         f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]
     )
-    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}", "row")
+    kinds += " · bar: the inflow that is drawn" * data["has_bars"]
+    return f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}"
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:

@@ -16,6 +16,11 @@ _ABOUT_KINDS = {
     "skip": "Skip nodes (S): the input of a transcoder, which W_skip maps linearly to the output.",
     "error": "Error nodes (E): the part of the MLP's output that a transcoder misses.",
 }
+_BARS = (
+    "Bars: the part of a node's inflow that is drawn, which is the sum of the edges that the page "
+    "shows now, without those from 'rest'. If the part that is not drawn has the opposite sign, "
+    "this part is negative or above 100%, and the bar compares the sizes of the two."
+)
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
     for direction, what in {
@@ -59,7 +64,20 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
             f"effects, {through:.0%} goes through patterns (edges q, k, gate) and "
             f"{1 - through:.0%} through values."
         )
+    if "rest" in set(graph.edges["source"]):
+        notes.append(_BARS + _about_rest(graph))
     return notes
+
+
+def _about_rest(graph: CircuitGraph) -> str:
+    """Say how much of the metric the edges from "rest" bring, if the metric has such an edge."""
+    whole, from_nodes = (graph.inflow(rest=x)["metric"] for x in (True, False))
+    if whole == from_nodes or not whole:
+        return ""
+    share = round(from_nodes / whole, 2) + 0.0  # adding 0.0 turns -0% into 0%
+    return (
+        f" With all edges drawn, the metric's part is {share:.0%}; {1 - share:.0%} is from 'rest'."
+    )
 
 
 def _about_circuit(graph: CircuitGraph, circuit: Circuit) -> str:

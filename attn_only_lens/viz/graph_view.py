@@ -68,7 +68,11 @@ def circuit_view(
 
     Returns:
         The page. A click on a node shows its pattern, its edges, and the tokens that it reads and
-        writes.
+        writes. If some edges come from "rest", the page shows this node at first, and a bar in
+        every node shows how much of the node's inflow is drawn: the sum s of the shown edges that
+        do not come from "rest", as a share of the sum of all edges into the node. At the metric,
+        the share is also given as a number. It is negative or above 100 % if s and the inflow that
+        is not drawn, u, have opposite signs; the bar is always |s| / (|s| + |u|).
 
     Raises:
         InputError: the model or the contrast is not the graph's, or only one of the two is passed;
@@ -137,8 +141,10 @@ def circuit_view(
         "groups": measured,
         "additive": list(EDGE_KINDS) if of_difference else ["value"],
     }
-    if of_difference:
-        state = {"kinds": list(EDGE_KINDS), **(state or {})}
+    shown_first = {"kinds": meta["additive"]} if of_difference else {}
+    if "rest" in set(drawn.edges["source"]):
+        shown_first["extras"] = True
+    state = shown_first | (state or {})
     edges = drawn.edges[list(EDGE_COLUMNS)]
     return circuit_page(nodes, edges, meta, node_details(parts), state=state)
 

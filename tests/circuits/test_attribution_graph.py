@@ -309,6 +309,12 @@ def test_pruning_keeps_sums_and_says_what_is_left(models):
         )
         assert every["attribution"].sum() == pytest.approx(before["attribution"].sum())
     direct, pruned = attribution_graph(model, ONE_RUN, top=13), graph.prune(top=13)
+    left = graph.edges[graph.edges["source"].isin(set(pruned.nodes["id"]) - {"rest"})]
+    sums = left[left["kind"] == "value"].groupby("target")["weight"].sum()
+    from_nodes = pruned.inflow(rest=False)
+    assert (from_nodes - sums.reindex(from_nodes.index).fillna(0.0)).abs().max() < ROUNDING
+    assert set(from_nodes.index) == set(pruned.inflow().index)
+    assert abs(from_nodes["metric"] - graph.inflow(rest=False)["metric"]) > 1e-3  # control
     assert set(pruned.nodes["id"]) == set(direct.nodes["id"])
     assert (weights_of(pruned) - weights_of(direct)).abs().max() < ROUNDING
     assert graph.prune(mass=1).edges.shape == graph.edges.shape

@@ -11,7 +11,7 @@ import torch
 from browser import needs_browser
 from common import tokens
 from dense_heads import Dense
-from page_of_circuit import click, read_back, show_all
+from page_of_circuit import click, ids, read_back, show_all, slide
 
 from attn_only_lens import Bilinear, Contrast, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens import patching as p
@@ -64,7 +64,9 @@ def test_the_page_holds_the_graph(drawn):
     sizes, n = heads_of(graph)["attribution"].abs(), 2 * (2 + 37) * POS
     every = attribution_graph(model, contrast, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
-    note, prompts = data["notes"]
+    note, prompts, of_bars = data["notes"]
+    from_rest = graph.edges.query("source == 'rest' and target == 'metric'")["weight"].sum()
+    assert of_bars.endswith(f"{from_rest / graph.value:.0%} is from 'rest'.")
     assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
     assert "add up to the mean over 2 prompts" in prompts
     n_heads = int((heads_of(graph)["kind"] == "attention").sum())
@@ -172,6 +174,90 @@ def test_the_panel_shows_both_runs(of_difference, opened):
         assert f"{what}, clean run" in shown.texts("#panel td")
         assert shown.texts("#writes-tokens h3") == ["Tokens its change raises and lowers"]
         assert details[node]["writes"][0][0] in shown.texts("#writes-tokens td")
+
+
+def shares(edges, into):
+    """Return the share of each node's inflow along these edges, but for "rest", by hand."""
+    seen = edges[edges["source"] != "rest"].groupby("target")["weight"].sum()
+    seen = seen.reindex(into.index).fillna(0.0)
+    return seen / into, seen.abs() / (seen.abs() + (into - seen).abs())
+
+
+def bars(shown):
+    """Return the share of each bar that is solid, by node, as the page draws it."""
+    found = shown.js(
+        "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "
+        "...[...n.querySelectorAll('.bar')].map(b => b.getTotalLength())])"
+    )
+    return {node: solid / (solid + dotted) for node, solid, dotted in found if solid + dotted}
+
+
+@needs_browser
+def test_bars_show_which_part_of_the_inflow_is_drawn(of_difference, opened):
+    """The drawn edges, added up by hand, are the solid part of every bar."""
+    graph, page = of_difference[0], of_difference[-1]
+    shown, into = opened(page), graph.edges.groupby("target")["weight"].sum()
+    key = ["source", "target", "kind"]
+    weights, names = graph.edges.set_index(key)["weight"], np.array(graph.nodes["id"])
+    rows = pd.DataFrame(read_back(page)["edges"])[key]  # in the page's order
+    rows[["source", "target"]] = names[rows[["source", "target"]].to_numpy()]
+    assert "rest" in ids(shown)
+    assert not {"bias", "offset"} & ids(shown)  # they have no edges
+    signed = set()
+    for edges in (None, 1000, 400):
+        if edges is not None:
+            slide(shown, "edge-slider", edges)
+        drawn = pd.MultiIndex.from_frame(rows.loc[sorted(ids(shown, "#stage .edge"))])
+        part, bar = shares(weights[drawn].reset_index(), into)
+        visible = [node for node in into.index if node in ids(shown)]
+        assert bars(shown) == pytest.approx(bar[visible].to_dict(), abs=0.01)
+        (text,) = filter(None, shown.texts(".said"))
+        assert text.startswith(f"{100 * part['metric']:.0f} % drawn".replace("-", "−"))
+        signed |= {round(x, 2) for x in part[visible]}
+        if edges == 1000:  # all edges are drawn
+            assert part["metric"] == pytest.approx((graph.inflow(rest=False) / into)["metric"])
+    assert min(signed) < 0 or max(signed) > 1  # control: some parts act against each other
+    click(shown, visible[0])
+    assert "inflow" in shown.texts("#panel td")
+
+
+@needs_browser
+def test_a_groups_bar_counts_edges_from_outside(of_difference, opened):
+    graph, *_ = of_difference
+    edges = graph.edges[graph.edges["target"] != "metric"]
+    inside = edges[edges["source"].isin(graph.heads["id"])].iloc[0]
+    members = [inside["source"], inside["target"]]
+    state = {"groups": [{"name": "g", "members": members}], "edges": len(graph.edges)}
+    shown = opened(viz.circuit_view(graph, state=state | {"nodes": len(graph.nodes)}))
+    into = edges[edges["target"].isin(members) & ~edges["source"].isin(members)]
+    into = into.assign(target="group 0")
+    _, bar = shares(into, into.groupby("target")["weight"].sum())
+    assert bars(shown)["group 0"] == pytest.approx(bar["group 0"], abs=0.01)
+
+
+@needs_browser
+def test_the_picture_has_the_pages_bars(of_difference, opened):
+    graph, page = of_difference[0], of_difference[-1]
+    lengths = re.findall(r'<path class="bar[^"]*" d="M([-\d.]+) [\d.]+H([-\d.]+)"', page.picture)
+    in_page = bars(opened(page))
+    pairs = zip(lengths[::2], lengths[1::2], strict=True)
+    drawn = [(float(b) - float(a)) / (float(d) - float(a)) for (a, b), (_, d) in pairs]
+    assert sorted(drawn) == pytest.approx(sorted(in_page.values()), abs=0.01)
+    assert len(drawn) > 12
+    assert "% drawn" in page.picture
+    rows = re.findall(r'class="row"[^>]*>([^<]*)<', page.picture)
+    assert "bar: the inflow that is drawn" in " ".join(rows)
+    assert max(map(len, rows)) < 900 / 6.7  # the legend fits
+    # Controls: nothing is missing.
+    assert set(graph.edges["source"]) >= {"rest"}
+    whole = replace(graph, edges=graph.edges[graph.edges["source"] != "rest"])
+    without = viz.circuit_view(whole)
+    assert 'class="bar' not in without.picture
+    assert not read_back(without)["has_bars"]
+    assert "Bars:" not in "".join(read_back(without)["notes"])
+    shown = opened(without)
+    assert not bars(shown)
+    assert "rest" not in ids(shown)
 
 
 def test_the_contrast_of_another_graph_is_refused(of_difference, drawn):

@@ -105,13 +105,15 @@
   // --- Which items are shown -------------------------------------------------------------------
   const order = nodes.id.map((_, i) => i).sort((a, b) => (strength.node[b] - strength.node[a]) || a - b); // ∞ - ∞ is NaN: keep the order
   const isExtra = (i) => EXTRAS.includes(nodes.kind[i]);
+  const writers = new Set(edges.source);
+  const extras = () => (state.extras ? order.filter((i) => isExtra(i) && writers.has(i)) : []);
   let chosen = null, scene = null, shown = [], drawn = [];
   let count = { ...data.first };
   const counting = () => {
     if (state.nodes === null && pane.width) {
       const first = order.filter((i) => !isExtra(i)), { most, fewest } = data.first_view;
       for (count.nodes = Math.min(most, first.length); count.nodes > fewest; count.nodes--) {
-        const { width, height } = layout.place(items, first.slice(0, count.nodes), data.axis_width,
+        const { width, height } = layout.place(items, [...first.slice(0, count.nodes), ...extras()], data.axis_width,
                                                pane.width, pane.height);
         if (width < pane.width + 1 && height < pane.height + 1) break;
       }
@@ -124,7 +126,7 @@
     for (const entry of state.groups) for (const id of entry.members) pinned.add(index.get(id));
     const first = order.filter((i) => !isExtra(i));
     const strong = state.only_pinned ? first.filter((i) => nodes.kind[i] === "metric")
-      : [...first.slice(0, count.nodes), ...(state.extras ? order.filter(isExtra) : [])];
+      : [...first.slice(0, count.nodes), ...extras()];
     const wanted = new Set([...strong, ...pinned]);
     if (chosen !== null) for (const i of items[chosen].members) wanted.add(i);
     return [...new Set(order.filter((i) => wanted.has(i)).map((i) => home[i]))];
@@ -141,6 +143,25 @@
       found.set(key, one);
     }
     return [...found.values()].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
+  };
+  const isRest = (i) => items[i].members.some((m) => nodes.kind[m] === "rest");
+  const countInflow = () => { // along drawn edges, without "rest", and in total
+    if (!data.has_bars) return;
+    for (const item of items) item.inflow = { drawn: 0, total: 0 };
+    for (let j = 0; j < E; j++) {
+      const target = home[edges.target[j]];
+      if (home[edges.source[j]] !== target && data.additive.includes(edges.kind[j])) items[target].inflow.total += edges.weight[j];
+    }
+    for (const entry of drawn)
+      if (data.additive.includes(entry.kind) && !isRest(entry.source)) items[entry.target].inflow.drawn += entry.weight;
+  };
+  const inflowOf = (i) => { // its size, the share of it that is drawn, and this share in words
+    if (!items[i].inflow) return { size: 0, share: 0, text: "" };
+    const { drawn: seen, total } = items[i].inflow, missing = total - seen, size = Math.abs(seen) + Math.abs(missing);
+    const [part, other] = [seen, missing].map((value) => Math.round(100 * value / total));
+    const text = Math.abs(total) < 1e-4 * size || !size ? "" // weights have five digits
+      : `${said.format(part)} % drawn${part * other < 0 ? `, ${said.format(other)} % not` : ""}`.replaceAll("-", "−");
+    return { size, share: Math.abs(seen) / size, text };
   };
 
   // --- The drawing -----------------------------------------------------------------------------
@@ -186,7 +207,9 @@
       made.append("title");
       made.append("rect").attr("class", "outer");
       made.append("rect").attr("class", "box");
-      made.append("text").attr("dy", "0.35em");
+      made.append("text").attr("class", "label").attr("dy", "0.35em");
+      for (const part of ["bar", "bar missing"]) made.append("path").attr("class", part);
+      made.append("text").attr("class", "said").attr("y", -layout.BOX / 2 - 4);
       return made.on("click", (event, i) => {
         event.stopPropagation();
         if (event.shiftKey || event.ctrlKey || event.metaKey) pin(i);
@@ -212,12 +235,22 @@
     box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group || groupOf[i] !== null ? "" : "none"));
     box(groups.select(".box"), 0)
       .style("fill", (i) => (items[i].status ? null : mix(items[i].attribution, scale.node).fill));
-    groups.select("text").text(labelOf)
-      .attr("class", (i) => (!items[i].status && mix(items[i].attribution, scale.node).strong ? "strong" : ""));
+    const isStrong = (i) => !items[i].status && mix(items[i].attribution, scale.node).strong;
+    groups.select(".label").text(labelOf).classed("strong", isStrong);
+    const ends = (i) => { // of the bar, and the end of the part that is drawn
+      const half = items[i].width / 2 - 8;
+      return [-half, half * (2 * inflowOf(i).share - 1), half].map((x) => x.toFixed(1));
+    };
+    const bar = (selection, which) => selection.classed("strong", isStrong).attr("d", (i) => (inflowOf(i).size
+      ? `M${ends(i)[which]} ${layout.BOX / 2 - 1.5}H${ends(i)[which + 1]}` : null));
+    bar(groups.select(".bar"), 0);
+    bar(groups.select(".missing"), 1);
+    groups.select(".said").text((i) => (items[i].kind === "metric" ? inflowOf(i).text : ""));
     groups.select("title").text((i) => (items[i].group
       ? items[i].members.map((m) => nodes.id[m]).join(", ")
       : `${nodes.id[i]}  ${position(i)}\nattribution ${number(items[i].attribution)}`
-        + (items[i].stability ? `\ninclusion ${inclusion(i)}` : "")));
+        + (items[i].stability ? `\ninclusion ${inclusion(i)}` : ""))
+      + (inflowOf(i).text && `\ninflow: ${inflowOf(i).text}`));
   };
   const DIRECTIONS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   const walk = (i, key) => { // go to the nearest node in that direction; sideways distance counts more
@@ -326,6 +359,7 @@
     const most = state.only_pinned ? all.length : count.edges;
     drawn = all.filter((entry, j) => j < most || entry.source === chosen || entry.target === chosen);
     tellCounts(all.length);
+    countInflow();
     if (!sized) return;
     const anchor = chosen ?? shown[0], before = scene?.at.get(anchor); // the first shown node is the metric
     scene = layout.place(items, shown, data.axis_width, pane.width, pane.height);
@@ -604,6 +638,7 @@
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
     if (item.stability) facts.push(["inclusion", inclusion(i)]);
+    if (inflowOf(i).text) facts.push(["inflow", inflowOf(i).text]);
     box.append(heading, table(facts.map((cells) => ({
       cells, numbers: true, title: cells[0] === "exact effect" ? data.exact : "" }))));
     if (nodes.exact && nodes.exact[i] !== null) box.append(make("p", data.exact, "note"));
@@ -713,6 +748,10 @@
     parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
     for (const kind of ["q", "k", "gate"].filter((kind) => edges.kind.includes(kind)))
       parts.push(sample(kind, stroke(kind + " " + plain, "+")));
+    if (data.has_bars) parts.push(sample("inflow that is drawn", (box) => {
+      box.append("path").attr("class", "bar").attr("d", "M2 8H18");
+      box.append("path").attr("class", "bar missing").attr("d", "M18 8H28");
+    }));
     at("legend").replaceChildren(...parts);
   };
 
@@ -727,17 +766,23 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     at("save").open = false;
   };
-  const TITLE = 7.9, BELOW = 30; // width of a character; height of the legend
+  const TITLE = 7.9, LINE = 14; // width of a character; height of a line of the legend
   const legendText = () => {
     const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots" };
     const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
       : "+ raises the metric (blue) · − lowers it (red)";
     const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };
-    return signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
+    const text = signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
       + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
       + " · edges: arrow positive, T-bar negative"
-      + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("");
+      + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("")
+      + (data.has_bars ? " · bar: the inflow that is drawn" : "");
+    return text.split(" ").reduce((rows, word) => { // lines that fit
+      const longer = `${rows.at(-1)} ${word}`;
+      return longer.length * data.per_character + 16 > scene.width ? [...rows, word] : [...rows.slice(0, -1), longer.trim()];
+    }, [""]);
   };
+  const pictureHeight = () => scene.height + 44 + LINE * legendText().length;
   const picture = () => {
     const kept = { pane, transform };
     pane = { width: scene.width, height: scene.height };
@@ -747,9 +792,9 @@
     ({ pane, transform } = kept);
     drawAxes();
     const title = d3.select(copy).attr("xmlns", "http://www.w3.org/2000/svg")
-      .attr("viewBox", `0 -28 ${scene.width} ${scene.height + 28 + BELOW}`).attr("height", scene.height + 28 + BELOW);
-    title.select(".back").attr("y", -28).attr("height", scene.height + 28 + BELOW);
-    title.append("text").attr("class", "row").attr("x", 8).attr("y", scene.height + 18).text(legendText());
+      .attr("viewBox", `0 -28 ${scene.width} ${pictureHeight()}`).attr("height", pictureHeight());
+    title.select(".back").attr("y", -28).attr("height", pictureHeight());
+    legendText().forEach((row, i) => title.append("text").attr("class", "row").attr("x", 8).attr("y", scene.height + 18 + LINE * i).text(row));
     title.append("text").attr("class", "title").attr("x", 8).attr("y", -9)
       .text(document.title.length * TITLE + 16 > scene.width ? document.title.slice(0, (scene.width - 16) / TITLE - 1) + "…" : document.title);
     title.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
@@ -759,7 +804,7 @@
   const changed = () => JSON.stringify(state);
   at("save-svg").addEventListener("click", () => download(name + ".svg", "image/svg+xml", picture()));
   at("save-png").addEventListener("click", () => {
-    const image = new Image(), width = scene.width, height = scene.height + 28 + BELOW;
+    const image = new Image(), width = scene.width, height = pictureHeight();
     image.onload = () => {
       const canvas = make("canvas");
       canvas.width = 2 * width;
