@@ -141,10 +141,10 @@ def circuit_view(
         "groups": measured,
         "additive": list(EDGE_KINDS) if of_difference else ["value"],
     }
-    shown_first = {"kinds": meta["additive"]} if of_difference else {}
+    shown_first: dict[str, Any] = {"kinds": meta["additive"]} if of_difference else {}
     if "rest" in set(drawn.edges["source"]):
         shown_first["extras"] = True
-    state = shown_first | (state or {})
+    state = {**shown_first, **(state or {})}
     edges = drawn.edges[list(EDGE_COLUMNS)]
     return circuit_page(nodes, edges, meta, node_details(parts), state=state)
 
