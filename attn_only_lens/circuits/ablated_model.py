@@ -17,9 +17,9 @@ circuits are run as one batch (`engine/replay`). Let m be the metric, M all site
 
 The first two are from Marks et al., "Sparse Feature Circuits", 2024. The error is the mean of
 |f_p(C) - 1| over prompts, weighted by |m_p(M) - m_p(∅)|: a faithfulness near 1 can hide prompts
-that overshoot and prompts that fall short. For one prompt, the error is |f(C) - 1|. Let g be the gradient of m
-at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
-ablated z) / (m(M) - m(∅)) to f(C).
+that overshoot and prompts that fall short. For one prompt, the error is |f(C) - 1|. Let g be the
+gradient of m at a site's z when all sites outside C are ablated. Then the site adds, to first
+order, g · (z - ablated z) / (m(M) - m(∅)) to f(C).
 """
 
 from collections.abc import Callable, Iterator, Sequence
