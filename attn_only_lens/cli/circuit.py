@@ -84,7 +84,7 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    reasons = halves_reasons(len(prompts.texts["clean"])) if resamples else []
+    reasons = halves_reasons(prompts.n_pairs) if resamples else []
     if texts is not None and out.suffix == ".json":
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
@@ -143,7 +143,7 @@ def circuit(
     metric on the clean prompts. Edge weights are exact as long as attention patterns and the scales
     of the normalization layers are held fixed.
     """
-    if save_circuit is not None and "corrupted" not in prompts.texts:
+    if save_circuit is not None and not prompts.has_corrupted:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
