@@ -15,6 +15,7 @@ _TASKS = ("number", "gender", "brackets", "greater_than", "induction", "ioi")
 @command(
     "Start here",
     "attn-only-lens pairs small-english number --out pairs.json",
+    "attn-only-lens pairs small-english gender --n 24 --out gender.json",
     "attn-only-lens pairs gpt2 ioi --n 32 --seed 1 --out ioi.json",
 )
 def pairs(
