@@ -32,9 +32,10 @@ _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circ
 _CHANGE = (
     "Descriptions are of the circuit's own run (the clean tokens, with every other site as in the "
     "corrupted run), or, for sites outside the circuit, of the clean run; 'corrupted' follows if "
-    "the corrupted run differs. 'writes' says how the change of the site's output between these runs "
-    "changes the logits of the metric's answers by the direct path, if at least a tenth of the "
-    f"site's effect takes this path; probable tokens that change {STRONGER:g} times as much follow."
+    "the corrupted run differs. 'writes' says how the change of the site's output between these "
+    "runs changes the logits of the metric's answers by the direct path, if at least a tenth of "
+    "the site's effect takes this path; probable tokens whose logits change at least "
+    f"{STRONGER:g} times as much follow."
 )
 _GROUPS = {
     "circuit": "The circuit",
@@ -239,6 +240,12 @@ class Explanation:
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
             "the circuit missed nothing).",
             *self._selection,
+            *[
+                f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
+                "difference or more if they are patched alone; the numbers are the shares that "
+                "they restore / remove. Below 0, they act against the answer."
+            ]
+            * bool(set(table["id"]) - nodes),
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
             "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
@@ -296,7 +303,7 @@ class Explanation:
         line_of, lines = dict(zip(shown["row"], texts, strict=True)), list[str]()
         for group, some in table.groupby("group", sort=False):
             if group != "circuit":
-                lines += ["", f"{_GROUPS[str(group)]} ({len(some)} sites)"]
+                lines += ["", f"{_GROUPS[str(group)]} ({len(some)} site{'s' * (len(some) > 1)})"]
             for row, does in zip(some["row"].head(k), some["does"], strict=False):
                 lines += filter(None, (line_of[row], _indented(does)))
             if len(some) > k:

@@ -24,8 +24,10 @@ from attn_only_lens import (
     tasks,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.engine.tokens import is_readable
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
+from attn_only_lens.explanation.node_descriptions import _writes
 
 pytestmark = pytest.mark.numeric
 
@@ -254,6 +256,27 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
             assert label == name + label_ends
         kinds.add((kind, has_tokens))
     assert kinds >= {("attention", False), ("neuron", True), ("neuron", False)}
+
+
+def test_other_tokens_are_named_if_they_are_probable_and_change_twice_as_much(model):
+    are, is_, was, dog = (model.to_single_token(f" {word}") for word in ("are", "is", "was", "dog"))
+    change = torch.zeros(model.cfg.d_vocab_out)
+    for of_was, answers, probable, written in (
+        (0.9, [are, is_], [was], "writes +0.50 ' are', -0.20 ' is'"),
+        (-1.1, [are, is_], [was], "writes +0.50 ' are', -0.20 ' is', -1.10 ' was'"),
+        (-1.1, [are, is_], [dog], "writes +0.50 ' are', -0.20 ' is'"),
+        (-1.1, [], [was, is_, dog], "writes -1.10 ' was', -0.20 ' is'"),
+        (-1.1, [dog], [], ""),
+    ):
+        change[[are, is_, was]] = torch.tensor([0.5, -0.2, of_was])
+        text, label = _writes(model, change, answers, probable)
+        assert text == written
+        assert label == ("" if not written else "↑ are" if answers else "↓ was")
+
+
+def test_tokens_that_cannot_be_printed_are_not_named():
+    assert all(map(is_readable, (" are", "ära", "7", "<s>")))
+    assert not any(map(is_readable, ("<0xBB>", "a<0xE2><0x80>", "\n", "", " ")))
 
 
 @pytest.mark.parametrize("by_prompt", [True, False])
