@@ -234,7 +234,7 @@ class Explanation:
                 label += _by(row["by_pattern"], row["by_value"])
                 names[row["id"]] = label + ", sign disputed" * row["disputed"]
             else:
-                names[row["id"]] += " {denoise:.2f} / {noise:.2f}".format(**row)
+                names[row["id"]] += " ({denoise:.2f}, {noise:.2f})".format(**row)
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -242,8 +242,8 @@ class Explanation:
             *self._selection,
             *[
                 f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
-                "difference or more if they are patched alone; the numbers are the shares that "
-                "they restore / remove. Below 0, they act against the answer."
+                "difference or more if they are patched alone, as in the clean run; the numbers are "
+                "the shares that they restore and remove. Below 0, they act against the answer."
             ]
             * bool(set(table["id"]) - nodes),
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
