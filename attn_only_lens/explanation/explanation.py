@@ -242,8 +242,8 @@ class Explanation:
             *self._selection,
             *[
                 f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
-                "difference or more if they are patched alone. The numbers are these two shares; if "
-                "they are negative, the site acts against the answer."
+                "difference or more if they are patched alone. The numbers are these two shares; "
+                "if they are negative, the site acts against the answer."
             ]
             * bool(set(table["id"]) - nodes),
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
