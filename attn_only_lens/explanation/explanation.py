@@ -234,7 +234,7 @@ class Explanation:
                 label += _by(row["by_pattern"], row["by_value"])
                 names[row["id"]] = label + ", sign disputed" * row["disputed"]
             else:
-                names[row["id"]] += " ({denoise:.2f}, {noise:.2f})".format(**row)
+                names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "

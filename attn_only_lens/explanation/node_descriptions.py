@@ -67,7 +67,7 @@ def describe_nodes(
     heads, edges = graph.heads, graph.edges
     into_metric = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
     direct = into_metric.reindex(heads["id"], fill_value=0.0).to_numpy()
-    effects = heads["attribution"].to_numpy()
+    effects = heads["attribution"].to_numpy(dtype=np.float64)
     does, labels = describe(graph, own, list(heads["id"]), effects, lambda _: direct)
     if not len(others):
         return table, does, labels, shown
@@ -81,7 +81,9 @@ def describe_nodes(
         return cast(npt.NDArray[np.float64], direct.cpu().double().numpy())
 
     of_whole = replace(graph, circuit=None)
-    more = describe(of_whole, whole, list(others.index), others.to_numpy(), by_logits)
+    more = describe(
+        of_whole, whole, list(others.index), others.to_numpy(dtype=np.float64), by_logits
+    )
     return table, does | more[0], labels | more[1], shown
 
 
@@ -101,8 +103,8 @@ def _describe(
     `effects` are the sites' effects on the metric. `direct` returns the part of them that takes the
     direct path, given the direct effects of the changes of the sites' outputs on all logits.
     """
-    names, places = zip(*(site.split("@") for site in sites), strict=True)
-    host, heads, places = host_of(model), list(map(HeadName.parse, names)), list(map(int, places))
+    host, parts = host_of(model), [site.partition("@") for site in sites]
+    heads, places = [HeadName.parse(name) for name, *_ in parts], [int(x) for *_, x in parts]
     hooks = {
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")

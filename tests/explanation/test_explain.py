@@ -157,7 +157,9 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     assert "median rank 1, " in text
     assert why.shown == 2
     assert "looks at ' key' in prompt 2 (" in text
-    cache, heads = model.run_with_cache(clean)[1], why.graph.heads.query("kind == 'attention'")
+    heads = why.graph.heads.query("kind == 'attention'")
+    with model.hooks(fwd_hooks=others_held(why.circuit, model.run_with_cache(corrupted)[1])):
+        cache = model.run_with_cache(clean)[1]
     for node, name, position in heads[["id", "name", "position"]].to_numpy():
         pattern = cache["pattern", int(name[1])][:, int(name[3:]), int(position)].mean(0)
         assert f" ({float(pattern.max()):.0%})" in why.does[node]
