@@ -18,8 +18,8 @@ circuits are run as one batch (`engine/replay`). Let m be the metric, M all site
 The first two are from Marks et al., "Sparse Feature Circuits", 2024. The error is the mean of
 |f_p(C) - 1| over prompts, weighted by |m_p(M) - m_p(∅)|: a faithfulness near 1 can hide prompts
 that overshoot and prompts that fall short. For one prompt, the error is |f(C) - 1|. Let g be the
-gradient of m at a site's z when all sites outside C are ablated. Then the site adds, to first
-order, g · (z - ablated z) / (m(M) - m(∅)) to f(C).
+gradient of the error at a site's z when all sites outside C are ablated. Then the site adds, to
+first order, g · (z - ablated z) to the error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -180,12 +180,22 @@ class AblatedModel:
         return values[:n], values[n : 2 * n], values[2 * n :].reshape(n_random, n)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return each site's first-order contribution to a circuit's faithfulness."""
-        return self.mean_slopes(circuit) / self.span
+        """Return how much each site lowers a circuit's error, to first order.
 
-    def mean_slopes(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return each site's first-order contribution to the mean metric of a circuit."""
-        return self.slopes(circuit, lambda values: self._replay.metric.mean(values[None])[0])[1]
+        For one prompt with f(C) < 1, this is the site's contribution to f(C).
+        """
+        return self.slopes(circuit, self.fit(slice(None)))[1]
+
+    def fit(self, some: slice) -> Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]:
+        """Return a function that computes minus the error from the metric of some prompts."""
+        spans = self.weights @ abs(self.whole_by_prompt - self.nothing_by_prompt)
+        weights, whole = self.weights[some] / spans, self.whole_by_prompt[some]
+
+        def fit(values: Float[Tensor, "prompt"]) -> Float[Tensor, ""]:
+            scale, target = (torch.from_numpy(x).to(values) for x in (weights, whole))
+            return -((values - target).abs() * scale).sum()
+
+        return fit
 
     def slopes(
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
@@ -381,12 +391,11 @@ class _InChunks(AblatedModel):
         return np.concatenate([ablated.by_prompt(circuits) for ablated in self._chunks()], axis=1)
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return each site's first-order contribution to a circuit's faithfulness."""
-        ends = np.cumsum([0, *(len(pair.clean) for pair in self._pairs)])
-        total = np.zeros(self.n_sites)
-        for ablated, first, last in zip(self._chunks(), ends[:-1], ends[1:], strict=True):
-            total += self.weights[first:last].sum() * ablated.mean_slopes(circuit)
-        return total / self.span
+        """Return how much each site lowers a circuit's error, to first order."""
+        ends = np.cumsum([0, *(len(pair.clean) for pair in self._pairs)]).tolist()
+        some = map(slice, ends[:-1], ends[1:])
+        chunks = zip(self._chunks(), some, strict=True)
+        return sum(ablated.slopes(circuit, self.fit(part))[1] for ablated, part in chunks)
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> Any:
         return (by_prompt * self.weights).sum(axis=-1)

@@ -8,7 +8,8 @@ sites can cancel. Bisection over k may therefore miss the shortest sufficient pr
 three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
-               with ratio √√2. The grid is refined where f becomes sufficient or crosses 1.
+               with ratio √√2. The grid is refined where f becomes sufficient or crosses 1 (for
+               several prompts, if their f are close to each other there).
     worth      Sites are ranked again by what they add to the current circuit, to first order
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
                without a smaller circuit.
@@ -136,32 +137,40 @@ class SearchRun:
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
             few = sizes[(sizes * _AROUND >= self._near) & (sizes <= _AROUND * self._near)]
-            size = yield from self._first(order, 0, 0.0, few)
+            size = yield from self._first(order, 0, (0.0, 0.0), few)
             if size is not None:
                 return size
-        return (yield from self._first(order, 0, 0.0, sizes))
+        return (yield from self._first(order, 0, (0.0, 0.0), sizes))
 
-    def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
+    def _first(
+        self, order: Rows, short: int, at_short: tuple[float, float], sizes: Rows
+    ) -> _Questions:
         """Search a grid of sizes, then refine it; return the shortest sufficient size or None.
 
-        `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
+        `short` is the size of an insufficient prefix below the grid, and `at_short` is its
+        faithfulness, and how much larger its error is than |1 - f|.
         """
         for start in range(0, len(sizes), _AT_ONCE):
             some = sizes[start : start + _AT_ONCE]
             measured, errors = yield [order[:size] for size in some]
-            for size, g, error in zip(
+            for size, f, error in zip(
                 some.tolist(), measured.tolist(), errors.tolist(), strict=True
             ):
-                suffices = self._suffices(error, size)
-                if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
+                suffices, excess = self._suffices(error, size), error - abs(1 - f)
+                # A prefix between two sizes may suffice if f crosses 1 between them, unless some
+                # prompts overshoot while others fall short.
+                crosses = (at_short[0] - 1) * (f - 1) < 0
+                crosses &= max(at_short[1], excess) <= 1 - self._wanted
+                if suffices or crosses:
                     if size - short > 1:
                         between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
-                        earlier = yield from self._first(order, short, f, np.unique(between))
+                        sizes_between = np.unique(between)
+                        earlier = yield from self._first(order, short, at_short, sizes_between)
                         if earlier is not None:
                             return earlier
                     elif suffices:
                         return size
-                short, f = size, g
+                short, at_short = size, (f, excess)
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:

@@ -287,7 +287,7 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypat
 def test_slopes_are_those_of_plain_hooks(model):
     """Compare with differences: move each site by a small share of its ablation.
 
-    Once for faithfulness, and once for a loss in which every prompt has its own weight.
+    Once for the error, and once for a loss in which every prompt has its own weight.
     """
     right, wrong = [3, 5, 7], [4, 6, 11]
     contrast, (clean, corrupted) = contrast_of(p.logit_diff(right, wrong), batch=3), prompts(3)
@@ -303,12 +303,19 @@ def test_slopes_are_those_of_plain_hooks(model):
     def loss(values):
         return (weights.to(values) * values**2).sum()
 
-    def faithful(values):
-        return (values.mean() - ablated.nothing) / (ablated.whole - ablated.nothing)
+    whole, nothing = (
+        by_prompt(
+            metric_of(model, clean, dict.fromkeys(sites, gone), "resample", corrupted, lambda x: x)
+        )
+        for gone in (0.0, 1.0)
+    )
+
+    def fit(values):
+        return -(values - whole).abs().sum() / (whole - nothing).abs().sum()
 
     loss_value, of_loss = ablated.slopes(kept, loss)
     for slopes, read, value in (
-        (ablated.worth(kept), faithful, None),
+        (ablated.worth(kept), fit, None),
         (of_loss, loss, loss_value),
     ):
 
