@@ -266,6 +266,16 @@ def _evaluated(kit):
     return circuit.exists()
 
 
+def _solvable(kit: Kit) -> Contrast:
+    """Return a pair whose answers are two tokens of which the model prefers one on each prompt."""
+    texts = "w3 w5 w2", "w3 w7 w2"
+    clean, corrupted = (kit.model(text, return_type="logits")[0, -1].detach() for text in texts)
+    here, there = (side[:, None] > side[None] for side in (clean, corrupted))
+    right, wrong = (here & ~there).nonzero()[0].tolist()
+    names = [kit.model.tokenizer.decode([token]) for token in (right, wrong)]
+    return Contrast(*texts, p.logit_diff(*names))
+
+
 def _read_pairs(kit):
     path, keys = kit.out("pairs.jsonl"), ("clean", "corrupted", "answer", "wrong")
     row = ("The keys near", "The key near", " are", " is")
@@ -367,6 +377,8 @@ TASKS = {
         tasks.from_templates(kit.model.tokenizer, 2, ["w3 {thing} w2", "{thing} w5"], THINGS)
     ),
     "from_jsonl": lambda kit: len(_read_pairs(kit)),
+    "from_pair": lambda kit: len(tasks.from_pair(kit.model, 1, _solvable(kit), {"w2": ["w11"]})),
+    "solved_by": lambda kit: len(tasks.solved_by(kit.model, _solvable(kit))),
     "induction": lambda kit: kit.patched_by_role(tasks.induction(kit.model.tokenizer, 3, length=5)),
 }
 CIRCUITS = {

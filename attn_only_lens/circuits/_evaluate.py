@@ -38,6 +38,7 @@ class Evaluation:
             the wrong one; NaN if the metric does not compare two answers.
         whole_accuracy: the accuracy of the whole model.
         nothing_accuracy: the accuracy with every site ablated.
+        n_prompts: the number of prompts.
     """
 
     faithfulness: float
@@ -49,6 +50,7 @@ class Evaluation:
     accuracy: float
     whole_accuracy: float
     nothing_accuracy: float
+    n_prompts: int
 
     def __repr__(self) -> str:
         error = f" ± {self.standard_error:.0%}" * (self.standard_error >= 0)  # it may be NaN
@@ -122,7 +124,7 @@ def evaluate(
         some &= changes
     error = error if np.count_nonzero(some) > 1 else math.nan
     numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
-    return Evaluation(*numbers, float(ablated.errors(left[None])[0]), *accuracies)
+    return Evaluation(*numbers, float(ablated.errors(left[None])[0]), *accuracies, len(pair.clean))
 
 
 def no_circuit_reasons(circuit: object) -> list[str]:

@@ -39,6 +39,7 @@ def explain(
     model: Any,
     contrast: Contrast,
     *,
+    held_out: Contrast | None = None,
     faithfulness: float = 0.9,
     most_nodes: int = 60,
     strong: float = 0.1,
@@ -53,6 +54,8 @@ def explain(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         contrast: the two runs and the metric; see `Contrast`. Prompts must have the same length.
+        held_out: more pairs, which are not used to find the circuit, but to say what it keeps there.
+            They have the same roles or, without roles, the same length.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
         most_nodes: the largest number of sites in the graph; sites with the largest shares are
             kept, and the others are summed into one node, "rest".

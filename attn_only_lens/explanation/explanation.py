@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from attn_only_lens.circuits._evaluate import Evaluation
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
@@ -97,6 +98,7 @@ class Explanation:
         strong: the share of the difference from which a site's effect counts as strong.
         unpatched: the largest estimate, as a share of the difference, of the effect of a site that
             was not patched. It is below `strong`, but an estimate can miss.
+        held_out: what the circuit keeps on held-out pairs of prompts, if there are any.
     """
 
     attribution: Sweep
@@ -111,20 +113,29 @@ class Explanation:
     contrast: Contrast
     strong: float
     unpatched: float
+    held_out: Evaluation | None
 
     @property
     def title(self) -> str:
         """A sentence that states the circuit's size and how much of the difference it keeps.
 
         The difference is that between the clean and the corrupted run. The sentence also states
-        which part of it the tokens carry to the metric directly, without any site, and, if prompts
-        were resampled, how much the resampled circuits keep on held-out prompts.
+        which part of it the tokens carry to the metric directly, without any site, and how much the
+        circuit keeps on held-out pairs of prompts or, if prompts were resampled, how much the
+        resampled circuits keep on those that their search did not use.
         """
         difference = self.attribution.clean_value - self.attribution.corrupted_value
-        title, held_out = what_it_keeps(self.graph, self.circuit, self.attribution), self._held_out
+        title, n = what_it_keeps(self.graph, self.circuit, self.attribution), len(self.contrast)
+        title += f" on {n} pairs of prompts" * (n > 1)
         if abs(direct := self._direct) >= _DIRECT * abs(difference):
             title += f", {direct:.3g} of it directly from the tokens"
-        return title + f"; {_percent(held_out or 0)} on held-out prompts" * (held_out is not None)
+        if (held_out := self.held_out) is not None:
+            error = f" ± {held_out.standard_error:.0%}" * (held_out.standard_error >= 0)
+            pairs = f"{held_out.n_prompts} held-out pair{'s' * (held_out.n_prompts > 1)}"
+            return f"{title}; {_percent(held_out.faithfulness)}{error} on {pairs}"
+        if (resampled := self._resampled) is not None:
+            return f"{title}; {_percent(resampled)} on held-out halves of them"
+        return f"{title}; {'found on one pair, ' * (n == 1)}not tested on other pairs"
 
     @property
     def _direct(self) -> float:
@@ -134,19 +145,33 @@ class Explanation:
         return float(edges.loc[direct, "weight"].sum())
 
     @property
-    def _held_out(self) -> float | None:
+    def _resampled(self) -> float | None:
+        """What circuits for half of the prompts keep on the other half, if there are any."""
         stability = self.circuit.stability
         return None if stability is None else float(stability.held_out["mean"]["faithfulness"])
 
     @property
     def _warnings(self) -> list[str]:
-        """Warnings about the prompts, and about circuits that fail on held-out prompts."""
-        held_out, warnings = self._held_out, answer_warnings(self.answers, self.shown)
-        if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
+        """Warnings about the prompts, and about circuits that fail on other prompts."""
+        resampled, warnings = self._resampled, answer_warnings(self.answers, self.shown)
+        least = _HELD_OUT * self.circuit.faithfulness
+        if resampled is not None and resampled < least:
             warnings.append(
-                f"Warning: circuits for half of the prompts keep only {_percent(held_out)} of the "
+                f"Warning: circuits for half of the prompts keep only {_percent(resampled)} of the "
                 "difference on the other half. This circuit may not hold on new prompts: choose "
                 "more prompts."
+            )
+        if self.held_out is None and resampled is None:
+            warnings.append(
+                "Test it on other pairs: circuits.evaluate(model, why.circuit, pairs), or find it "
+                "on some pairs and test it on others: explain(model, pairs[:8], "
+                "held_out=pairs[8:]). tasks.from_pair makes many pairs from one."
+            )
+        elif self.held_out is not None and self.held_out.faithfulness < least:
+            kept = _percent(self.held_out.faithfulness)
+            warnings.append(
+                f"Warning: the circuit keeps only {kept} of the difference on held-out pairs: it "
+                "does not hold there. Choose more pairs, or pairs that are more alike."
             )
         circuit, sweep = self.circuit, self.attribution
         carried = (circuit.whole - circuit.nothing) / (sweep.clean_value - sweep.corrupted_value)

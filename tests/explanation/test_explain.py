@@ -53,7 +53,8 @@ def test_the_explanation_says_what_patching_says(why):
     assert why.circuit.faithfulness == pytest.approx(1, abs=0.1)
     whole = why.attribution.clean_value - why.attribution.corrupted_value
     kept = f"{why.graph.value:.3g} of {whole:.3g} ({why.graph.value / whole:.0%})"
-    assert why.title == f"{len(why.circuit)} of {why.circuit.n_sites:,} sites keep {kept}"
+    sites = f"{len(why.circuit)} of {why.circuit.n_sites:,} sites"
+    assert why.title == f"{sites} keep {kept}; found on one pair, not tested on other pairs"
     assert why.graph.value / whole == pytest.approx(why.circuit.faithfulness, abs=1e-3)
     assert not (why.graph.edges["source"] == "rest").any()
     total = table["by_pattern"] + table["by_value"]
@@ -76,7 +77,7 @@ def test_it_says_what_the_model_answers(model, why):
             assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]), 1e-4)
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
-    assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
+    assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in lines
     title = f"{why.title}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
     assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
@@ -527,6 +528,32 @@ def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
     assert circuits.CircuitGraph.load(tmp_path / "g.json").additive_kinds == ("value",)
 
 
+def test_held_out_pairs_say_whether_the_circuit_holds(model, tmp_path):
+    """Compare with `evaluate`, on pairs of other lengths; bad pairs are refused before the search."""
+    pairs = tasks.agreement(model.tokenizer, 13, seed=3)
+    why = explain(model, pairs[:5], held_out=pairs[5:], strong=1.0)
+    measured = circuits.evaluate(model, why.circuit, pairs[5:])
+    assert vars(why.held_out) == vars(measured)
+    shares = f"{measured.faithfulness:.0%} ± {measured.standard_error:.0%}"
+    assert why.title.endswith(f" on 5 pairs of prompts; {shares} on 8 held-out pairs")
+    assert why.title in str(why.view())
+    assert "Test it on other pairs" not in why.text()
+    assert why.circuit.tried["error"].min() <= 0.1
+    with_less = explain(model, pairs[:1], held_out=pairs[5:], strong=1.0, faithfulness=0.5)
+    warns = with_less.held_out.faithfulness < 0.7 * with_less.circuit.faithfulness
+    assert ("does not hold there" in with_less.text()) == warns
+    for held_out, reason in (
+        (replace(pairs[5:], roles={"end": -1}), "held_out: the contrast lacks roles: subject"),
+        (replace(pairs[5:], corrupted=None), "held_out: got a contrast without corrupted prompts"),
+        (pairs.clean, "held_out: got a tuple; expected Contrast"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            explain(model, pairs[:5], held_out=held_out)
+    longer = Contrast(f"{CLEAN} here", f"{CORRUPTED} here", CONTRAST.metric)
+    with pytest.raises(InputError, match="held_out: got prompts of 7 tokens; expected 6"):
+        explain(model, CONTRAST, held_out=longer)
+
+
 def test_resampled_prompts_say_how_stable_each_site_is(model):
     nouns = ["key", "car", "door", "dog"]
     clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
@@ -535,7 +562,7 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     stability = why.circuit.stability
     page = str(why.view())
     held_out = stability.held_out["mean"]["faithfulness"]
-    assert why.title.endswith(f"; {held_out:.0%} on held-out prompts")
+    assert why.title.endswith(f" on 4 pairs of prompts; {held_out:.0%} on held-out halves of them")
     assert why.title in page
     warns = "keep only" in why.text()
     assert warns == (held_out < 0.7 * why.circuit.faithfulness)
