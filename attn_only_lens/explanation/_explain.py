@@ -18,7 +18,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import unlike_tokens
+from attn_only_lens.engine.positions import resolve_positions
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.explanation import Explanation
@@ -47,12 +47,15 @@ def explain(
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
-    A site is a head or neuron at one position. To choose positions or roles, use `discover` and
-    `attribution_graph` instead. The circuit is found by `discover`, with its default search method.
+    A site is a head or neuron at one position. If several pairs of prompts have roles, it is a head
+    or neuron at a role, and tokens without a role stay as in the clean run. To choose positions or
+    roles, use `discover` and `attribution_graph` instead. The circuit is found by `discover`, with
+    its default search method.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        contrast: the two runs and the metric; see `Contrast`. Prompts must have the same length.
+        contrast: the two runs and the metric; see `Contrast`. Without roles, prompts must have
+            the same length.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
         most_nodes: the largest number of sites in the graph; sites with the largest shares are
             kept, and the others are summed into one node, "rest".
@@ -61,7 +64,8 @@ def explain(
         work: how the search is run; see `discover`.
 
     Raises:
-        InputError: with every reason: invalid numbers or contrast.
+        InputError: with every reason: invalid numbers or contrast; before anything is run,
+            prompts of different lengths without roles.
         UnsupportedModelError: the model has an operation without a secant rule
             (`engine/secants.py`).
 
@@ -80,27 +84,32 @@ def explain(
         search = Search(resamples=resamples)
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
-    if reason := unlike_tokens(model, pair):
-        reason += "; expected prompts of the same length, or discover(…) with sites by role"
-        raise InputError([reason], _PROBLEM)
+    sites = Sites(positions="roles" if contrast.roles and len(contrast) > 1 else "each")
+    with InputError.collected(reasons):
+        places = resolve_positions(pair, sites.positions)
+    InputError.raise_if(reasons, _PROBLEM)
     with float32_slopes(model, pair, metric):
         run_both(model, pair, decomposed=True)  # kept for the steps below
         estimate = Estimate("secant", budget=0, split=True)
-        whole = attribution(model, contrast, method=estimate, work=quiet)
-        circuit = discover(model, contrast, faithfulness=faithfulness, search=search, work=work)
+        whole = attribution(model, contrast, sites=sites, method=estimate, work=quiet)
+        circuit = discover(
+            *(model, contrast), faithfulness=faithfulness, sites=sites, search=search, work=work
+        )
         graph = attribution_graph(model, contrast, sites=circuit)
         graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
         strongest = graph.heads.sort_values("attribution", key=abs, ascending=False)
         patched = strongest.head(n_patched)
         heads = patched["name"].unique().tolist()
-        positions = sorted(patched["position"].astype(int).unique().tolist())
+        positions = circuit.candidates.positions
+        if not graph.roles:
+            positions = sorted(patched["position"].astype(int).unique().tolist())
         patches = {
             direction: activation_patch(
                 *(model, contrast), sites=Sites(heads, positions), direction=direction, work=quiet
             )
             for direction in ("denoise", "noise")
         }
-        answers, does, labels, shown = describe_nodes(model, pair, metric, graph)
+        answers, does, labels, shown = describe_nodes(model, pair, metric, graph, places)
         return Explanation(
             whole, circuit, graph, patches, answers, does, labels, shown, model, contrast
         )

@@ -48,6 +48,11 @@ _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
     "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
 )
+_BY_ROLE = (
+    " A site is a head or a neuron at a role. Ranks are medians, and probabilities, gates and "
+    "outputs are means, over {} prompts; tokens and attention are of prompt {}, counted from 0, "
+    "which adds most to the difference, or of the first prompt with a token of the role."
+)
 _FILES = (
     *("explanation.csv", "contrast.json", "circuit.json", "graph.json"),
     *("attribution.parquet", "page.html"),
@@ -174,7 +179,7 @@ class Explanation:
         rows = (nodes["attribution"] / self.graph.value).rename("share").reset_index()
         rows["by_pattern"] = rows["id"].map(through / self.graph.value).fillna(0.0)
         rows["by_value"] = rows["share"] - rows["by_pattern"]
-        rows["token"] = [self.graph.tokens[self.shown][pos] for pos in self.graph.heads["position"]]
+        rows["token"] = [self._token(place) for place in self.graph.heads["position"]]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
             effect = sweep.effect.set_axis(_ids(sweep))
@@ -186,6 +191,13 @@ class Explanation:
         )
         order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
+
+    def _token(self, place: int) -> str:
+        """Return the shown clean prompt's token at a place; "" if it has no token of this role."""
+        roles, tokens = self.graph.roles, self.attribution.tokens
+        if not roles:
+            return self.graph.tokens[self.shown][place]
+        return "" if tokens is None else tokens.clean_text(roles[place], [self.shown])
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
         """Write the page that `view` returns to a file, and return the file's path."""
@@ -205,6 +217,7 @@ class Explanation:
         for row in self.table().to_dict("records"):
             names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
             names[row["id"]] += ", sign disputed" * row["disputed"]
+        by_role = bool(self.graph.roles)  # one token in each prompt, so there are no patterns
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -221,11 +234,12 @@ class Explanation:
         ]
         if (tokens := self.attribution.tokens) is not None:
             notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
+            if by_role:
+                notes.insert(0, f"Clean prompt {self.shown}: {joined(tokens.clean[self.shown])}")
         return circuit_view(
             self.graph,
-            self.model,
-            self.contrast,
-            prompt=self.shown,
+            *(None, None) if by_role else (self.model, self.contrast),
+            prompt=0 if by_role else self.shown,
             overlays=Overlays(self.patches["noise"], examples, circuit.stability),
             notes=notes,
             state={"names": names},
@@ -265,7 +279,7 @@ class Explanation:
             lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
         lines += [fill(text, 80) for text in self._omitted]
         meanings = f"{_MEANINGS} {MISSING}" + f" !: {_DISPUTED}." * bool(disputed.any())
-        meanings += _OF_SEVERAL.format(n, self.shown) * (n > 1)
+        meanings += (_BY_ROLE if self.graph.roles else _OF_SEVERAL).format(n, self.shown) * (n > 1)
         return "\n".join(
             [
                 fill(

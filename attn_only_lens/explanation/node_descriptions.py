@@ -14,6 +14,7 @@ from attn_only_lens.circuits.own_run import graph_runs
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
 from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.explanation.model_answers import model_answers
@@ -31,14 +32,21 @@ _WIDE = {
 
 @torch.no_grad()
 def describe_nodes(
-    model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    graph: CircuitGraph,
+    places: Sequence[PositionSet],
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
     """Return the model's answers, each node's description and label, and the shown pair.
 
     Nodes are described as they are in the two runs of the graph, such as a circuit's own run.
+    `places` are the positions or roles of nodes. If a role has no token in the shown pair, its
+    nodes are described in the first pair in which it has one.
     """
-    nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
-    host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
+    ids, host = list(graph.heads["id"]), host_of(model)
+    heads = [HeadName.parse(name) for name in graph.heads["name"]]
+    tokens_at = {str(place.label): place.chosen.nonzero().cpu() for place in places}
     into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
     direct = into_metric.reindex(graph.heads["id"], fill_value=0.0).abs().to_numpy()
     is_direct = direct >= _DIRECT * graph.heads["attribution"].abs().to_numpy()
@@ -52,31 +60,34 @@ def describe_nodes(
     clean, corrupted = (run.hooked for run in runs)
     shown = _pair_to_show(pair, bind(metric, model, pair, whole[0]), whole)
     changes = {hook: clean[hook] - corrupted[hook] for hook in hooks["z"]}
-    written = DirectEffects(model).promoted_tokens(changes, nodes, 2, prompt=shown)
+    tokens = [tokens_at[node.partition("@")[2]] for node in ids]
+    first = [next((x for x in some.tolist() if x[0] == shown), some[0].tolist()) for some in tokens]
+    nodes = [(str(head), *token) for head, token in zip(heads, first, strict=True)]
+    written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
+
+    def means(hook: str, *index: Any) -> list[Tensor]:
+        """Return the [clean, corrupted] means over prompts of an activation at `index`."""
+        return [run[hook][index].float().mean(0) for run in (clean, corrupted)]
+
     does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
-    for head, (name, position), top, has_tokens, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # use only prompts that have a token at this position
-
-        def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
-            both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
-            return [x[here.to(x.device)].float().mean(0) for x in both]
-
+    rows = zip(heads, nodes, tokens, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
+    for key, (head, node, at, top, has_tokens, of_z, of_pattern) in zip(ids, rows, strict=True):
+        name, prompt, position = node
         writes, label = _writes(model, top if has_tokens else [])
         if head.kind in WIDE_KINDS:
-            lengths = [float(z.norm()) for z in means(of_z, position)]
+            lengths = [float(z.norm()) for z in means(of_z, *at.T)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
-        elif head.kind == "attention":
-            reads, label = _looks(model, pair, shown, means(of_pattern, head.index, position))
+        elif head.kind == "attention":  # by role, keys have other positions in other prompts
+            some = torch.tensor([[prompt, position]]) if graph.roles else at
+            patterns = means(of_pattern, some[:, 0], head.index, some[:, 1])
+            reads, label = _looks(model, pair, prompt, patterns, bool(graph.roles))
         else:
-            outputs = [float(z) for z in means(of_z, position, head.index, 0)]
+            outputs = [float(z[head.index, 0]) for z in means(of_z, *at.T)]
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
             if head.kind == "neuron":
-                gates = [float(x) for x in means(of_pattern, head.index, position, SELF)]
+                gates = [float(x[SELF]) for x in means(of_pattern, at[:, 0], head.index, at[:, 1])]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
-        key = f"{name}@{position}"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{name} {label}".strip()
     return answers, does, labels, shown
 
@@ -104,9 +115,16 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 
 
 def _looks(
-    model: Any, pair: PromptPair, shown: int, patterns: Sequence[Float[Tensor, "key_pos"]]
+    model: Any,
+    pair: PromptPair,
+    shown: int,
+    patterns: Sequence[Float[Tensor, "key_pos"]],
+    only_shown: bool,
 ) -> tuple[str, str]:
-    """Describe and label a head by the token that it attends to most in each run."""
+    """Describe and label a head by the token that it attends to most in each run.
+
+    With `only_shown`, these are the patterns of the prompt `shown`, instead of means over prompts.
+    """
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[shown], pair.corrupted[shown])
@@ -118,7 +136,7 @@ def _looks(
     ]
     differ = keys[0] != keys[1] or texts[0] != texts[1]
     tokens = pair.clean[:, keys[0]]
-    of_one = f" in prompt {shown}" * bool((tokens != tokens[shown]).any())
+    of_one = f" in prompt {shown}" * (only_shown or bool((tokens != tokens[shown]).any()))
     reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
     if differ or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"

@@ -92,8 +92,10 @@ def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     if exact.part != "z" or exact.method != MEASURED:
         reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patching of z")
     frame = exact.to_frame()
-    if "prompt" in frame or not pd.api.types.is_integer_dtype(frame["position"]):
-        reasons.append('got a sweep without a row for each position; expected positions "each"')
+    places = graph.roles or set(range(len(graph.tokens[0])))
+    if "prompt" in frame or not frame["position"].isin(places).all():
+        expected = "roles" if graph.roles else "each"
+        reasons.append(f'got a sweep without a row for each place; expected positions "{expected}"')
     return reasons
 
 

@@ -147,14 +147,11 @@ def shown(sets):
 
 
 def test_each_and_all_leave_padding_out():
-    pair = pair_of([5, 2, 3])
+    pair = pair_of([3, 3, 3])
     assert shown(resolve_positions(pair, "each")) == {
-        0: [[0, 0], [1, 0], [2, 0]],
-        1: [[0, 1], [1, 1], [2, 1]],
-        2: [[0, 2], [2, 2]],
-        3: [[0, 3]],
-        4: [[0, 4]],
+        column: [[i, column] for i in range(3)] for column in range(3)
     }
+    pair = pair_of([5, 2, 3])
     (whole,) = resolve_positions(pair, "all")
     assert whole.label == "all"
     assert torch.equal(whole.chosen, pair.real)
@@ -170,32 +167,77 @@ def test_from_the_end(side, ends):
 
 
 def test_numbers():
-    pair = pair_of([5, 2, 3])
-    assert shown(resolve_positions(pair, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
-    assert list(shown(resolve_positions(pair, [1, 0]))) == [1, 0]
+    pair, same = pair_of([5, 2, 3]), pair_of([3, 3, 3])
+    assert shown(resolve_positions(same, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
+    assert list(shown(resolve_positions(same, [1, 0]))) == [1, 0]
     whole = pair_of([7, 7, 7])
     bad = [0, 0, 7, -8, True, "3", 6, -1]
     with pytest.raises(InputError) as caught:
         resolve_positions(whole, bad)
     assert len(caught.value.reasons) == 6
     assert "got -1 and 6, which are the same" in str(caught.value)
-    for position in (2, -3):
-        with pytest.raises(InputError, match=r"in prompts \[1\]"):
-            resolve_positions(pair, position)
+    with pytest.raises(InputError, match=r"in prompts \[1\]"):
+        resolve_positions(pair, -3)
+    with pytest.raises(InputError, match=r"got 4, which is padding, .* in prompts \[0, 1, 2\]"):
+        resolve_positions(same, 4)
     for bad in ([], 1.5, None, {"end": -1}, (0, "end")):
         with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
             resolve_positions(pair, bad)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
+    pair = pair_of([5, 2, 3], side, {"end": -1, "first": 0})
+    assert shown(resolve_positions(pair, "each")) == shown(resolve_positions(pair, "roles"))
+    without = pair_of([5, 2, 3], side)
+    for some, expected in ((pair, "the contrast's roles: end, first"), (without, "roles={'subj")):
+        for positions in ("each", 1, [-1, 0], range(2))[some is pair :]:
+            with pytest.raises(
+                InputError, match="prompt 0 has 5 tokens, and prompt 1 has 2, "
+            ) as e:
+                resolve_positions(some, positions)
+            assert expected in str(e.value)
+    columns = pair_of([3, 3, 3], side, {"end": -1, "first": 0})
+    assert list(shown(resolve_positions(columns, "each"))) != ["end", "first"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_token_belongs_to_the_last_of_its_roles(side):
+    """Compare with a list of pairs (prompt, token), counted without padding."""
+    lengths, roles = [5, 2, 3], {"a": [4, 1, 1], "b": [0, 1, 1], "c": -1, "d": [4, 1, 2]}
+    pair = pair_of(lengths, side, roles)
+
+    def at(*tokens):
+        start = [0, 0, 0] if side == "right" else [POS - n for n in lengths]
+        return [[prompt, start[prompt] + token] for prompt, token in tokens]
+
+    expected = {"b": at((0, 0), (2, 1)), "d": at((0, 4), (1, 1), (2, 2))}
+    for positions in ("roles", "each"):
+        assert shown(resolve_positions(pair, positions)) == expected
+    alone = {"a": at((0, 4), (1, 1), (2, 1)), "c": expected["d"]}
+    for name, tokens in alone.items():
+        assert shown(resolve_positions(pair, name)) == {name: tokens}
+    # Names decide in the order of the contrast, and not in their own.
+    assert shown(resolve_positions(pair, ["b", "a"])) == {
+        "b": at((0, 0), (1, 1), (2, 1)),
+        "a": at((0, 4)),
+    }
+    with pytest.raises(InputError, match="got 'a', 'c', whose tokens all have later roles, too"):
+        resolve_positions(pair, list(roles))
+    # A half of the prompts may lack a role, so that a circuit of all prompts also runs on it.
+    half = pair.of_prompts([1], cut=False)
+    assert shown(resolve_positions(half, ["b", "d"])) == {"b": [], "d": [[0, at((1, 1))[0][1]]]}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_by_role(side):
-    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": 1}
+    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": [1, -2, 1]}
     pair = pair_of([5, 2, 3], side, roles)
     start = [0, 0, 0] if side == "right" else [2, 5, 4]
     expected = {
-        "subject": [[0, start[0] + 3], [1, start[1]], [2, start[2]]],
+        "subject": [[0, start[0] + 3], [2, start[2]]],
         "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
-        "second": [[i, index + 1] for i, index in enumerate(start)],
+        "second": [[0, start[0] + 1], [1, start[1]], [2, start[2] + 1]],
     }
     assert shown(resolve_positions(pair, "roles")) == expected
     assert shown(resolve_positions(pair, "end")) == {"end": expected["end"]}
