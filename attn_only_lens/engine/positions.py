@@ -218,7 +218,7 @@ def _disjoint(
     """
     taken, of_role = torch.zeros_like(pair.real), dict[int | str, PositionSet]()
     order = list(pair.roles)
-    for role in sorted(sets, key=lambda role: order.index(role.label), reverse=True):
+    for role in sorted(sets, key=lambda role: order.index(str(role.label)), reverse=True):
         of_role[role.label] = PositionSet(role.label, role.chosen & ~taken)
         taken |= role.chosen
     empty = [role.label for role in sets if not of_role[role.label].chosen.any()]

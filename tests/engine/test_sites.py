@@ -194,9 +194,9 @@ def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
         for positions in ("each", 1, [-1, 0], range(2))[some is pair :]:
             with pytest.raises(
                 InputError, match="prompt 0 has 5 tokens, and prompt 1 has 2, "
-            ) as e:
+            ) as error:
                 resolve_positions(some, positions)
-            assert expected in str(e.value)
+            assert expected in str(error.value)
     columns = pair_of([3, 3, 3], side, {"end": -1, "first": 0})
     assert list(shown(resolve_positions(columns, "each"))) != ["end", "first"]
 
@@ -215,8 +215,8 @@ def test_a_token_belongs_to_the_last_of_its_roles(side):
     for positions in ("roles", "each"):
         assert shown(resolve_positions(pair, positions)) == expected
     alone = {"a": at((0, 4), (1, 1), (2, 1)), "c": expected["d"]}
-    for name, tokens in alone.items():
-        assert shown(resolve_positions(pair, name)) == {name: tokens}
+    for name, places in alone.items():
+        assert shown(resolve_positions(pair, name)) == {name: places}
     # Names decide in the order of the contrast, and not in their own.
     assert shown(resolve_positions(pair, ["b", "a"])) == {
         "b": at((0, 0), (1, 1), (2, 1)),
