@@ -32,6 +32,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.positions import each_in_turn
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
@@ -106,9 +107,10 @@ def discover(
     n_prompts, resamples = len(pair.clean), search.resamples
     if resamples:
         require_resamples(n_prompts, metric)
+    if sites.positions == "each" and sites.split() is None:
+        sites = replace(sites, positions=each_in_turn(pair))
     places = checked_places(pair, site_rows(site_groups(model, pair, sites, "z")))
-    in_turn = sites.positions == "each" and sites.split() is None
-    if places and (in_turn or sites.positions == "roles"):  # for contrasts with more roles
+    if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
     with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress) as bar:

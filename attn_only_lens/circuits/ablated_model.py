@@ -39,7 +39,6 @@ from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import (
     PositionSet,
-    columns_of,
     length_reasons,
     resolve_positions,
 )
@@ -242,7 +241,7 @@ def ablated_run(
         return corrupted
     if ablation == "positional_mean":
         InputError.raise_if([] if roles else length_reasons(pair), _PROBLEM)
-        return _positional_means(clean, roles or columns_of(pair))
+        return _positional_means(clean, roles or resolve_positions(pair, "each"))
     return ablate(clean, clean, ablation, pair.real)
 
 

@@ -1,15 +1,16 @@
 """Find the sets of positions to patch; all positions in a set are patched together.
 
-The numbers 0, 1, … are columns of the token tensor. Negative numbers count from the end: -1 is the
-last non-padding token of each prompt. `"each"` and `"all"` leave out padding. A role of the
-contrast names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`, counted without
-padding, from the start or, if negative, from the end; `"roles"` is all roles.
+The numbers 0, 1, … are columns of the token tensor, so they count padding, too. Negative numbers
+count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
+padding. A role of the contrast names one position in each prompt, as in `{"subject": [2, 4], "end":
+-1}`, counted without padding, from the start or, if negative, from the end; `"roles"` is all roles.
 
 In prompts of different lengths, one column has unlike tokens in different prompts, and which tokens
-depends on the side of the padding. There, `"each"` is all roles of the contrast, and without roles,
-`"each"` and numbers from 0 raise an error. This rule holds for every analysis, before its first
-run. (Counting from the end would also align some tokens. But where prompts differ in length, the
-tokens before their common end would silently have no site.)
+depends on the side of the padding. There, `"each"` is all roles of the contrast in explanations,
+circuits and graphs of circuits (`each_in_turn`), and without roles, `"each"` and numbers from 0
+raise an error before the first run. Counting from the end would also align some tokens, but the
+tokens before the prompts' common end would silently have no site. The rows of a sweep do not depend
+on each other, so a sweep only warns of rows that are means over unlike tokens.
 
 A token is one site. If a token has several of the roles that are asked for, it belongs to the last
 of them, in the order of the contrast's roles; the others have no token in that prompt. `"roles"`
@@ -20,14 +21,16 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.prompts import PromptPair, Roles
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 
 Positions: TypeAlias = str | int | Sequence[int | str] | Tensor
@@ -67,8 +70,9 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     if isinstance(positions, str):
         if positions == "all":
             return (PositionSet("all", real),)
-        if positions == "each" and (positions := each_in_turn(pair)) == "each":
-            return columns_of(pair)
+        if positions == "each":
+            with_tokens = real.any(dim=0).nonzero().flatten().tolist()
+            return tuple(PositionSet(pos, real & _column(real, pos)) for pos in with_tokens)
         return _by_role(pair, None if positions == "roles" else (positions,))
     wanted = as_plain(positions)
     wanted = [wanted] if isinstance(wanted, int) else wanted
@@ -78,8 +82,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         return _by_role(pair, wanted)
     if not isinstance(wanted, list | tuple | range) or not wanted:
         raise InputError([f"got positions={positions!r}; {expected}"], _PROBLEM)
-    from_start = any(is_count(pos, 0, n_pos - 1) for pos in wanted)
-    reasons, sets = length_reasons(pair) if from_start else [], list[PositionSet]()
+    reasons, sets = list[str](), list[PositionSet]()
     for pos in wanted:
         if not is_count(pos, -n_pos, n_pos - 1):
             reasons.append(f"got {pos!r}; {expected}")
@@ -99,12 +102,6 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         sets.append(PositionSet(pos, at_position))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
-
-
-def columns_of(pair: PromptPair) -> tuple[PositionSet, ...]:
-    """Return every column of the token tensor that is not all padding."""
-    columns = pair.real.any(dim=0).nonzero().flatten().tolist()
-    return tuple(PositionSet(pos, pair.real & _column(pair.real, pos)) for pos in columns)
 
 
 def each_in_turn(pair: PromptPair) -> str:
@@ -227,6 +224,34 @@ def _disjoint(
         reason = f"got {shared}, whose tokens all have later roles, too; expected positions without"
         raise InputError([f"{reason} {shared}, or alone"], _PROBLEM)
     return tuple(of_role[role.label] for role in sets if keep_empty or role.label not in empty)
+
+
+def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionSet]) -> None:
+    """Warn if rows for numbered positions are means over unlike tokens."""
+    columns = sorted({x.column for x in sets if x.column is not None})
+    if length_reasons(pair) and (example := _unlike(model, pair, columns)):
+        problem = (
+            "rows are means over unlike tokens; give positions by role, such as 'end', or "
+            "per_prompt=True"
+        )
+        lengths = pair.real.sum(dim=1)
+        reason = f"the prompts have {lengths.min()} to {lengths.max()} tokens: {example}"
+        warn({"unlike tokens": reason}, problem)
+
+
+def _unlike(model: Any, pair: PromptPair, columns: Sequence[int]) -> str:
+    """Describe the first of these columns whose tokens differ between prompts, if any."""
+    for tokens in (pair.clean, pair.corrupted):
+        # Compare with a prompt that has a token in this column.
+        first = tokens.where(pair.real, tokens.max() + 1).argmin(dim=0)
+        differ = (tokens != tokens.gather(0, first[None])) & pair.real
+        for column in (x for x in columns if differ[:, x].any()):
+            prompts = sorted((int(first[column]), int(differ[:, column].int().argmax())))
+            texts = [repr(token_text(model, int(tokens[i, column]))) for i in prompts]
+            return "position {} is {} in prompt {}, and {} in prompt {}".format(
+                *(column, texts[0], prompts[0], texts[1], prompts[1])
+            )
+    return ""
 
 
 def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:

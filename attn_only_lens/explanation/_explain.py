@@ -18,7 +18,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import resolve_positions
+from attn_only_lens.engine.positions import each_in_turn, resolve_positions
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.explanation import Explanation
@@ -84,8 +84,9 @@ def explain(
         search = Search(resamples=resamples)
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
-    sites = Sites(positions="roles" if contrast.roles and len(contrast) > 1 else "each")
     with InputError.collected(reasons):
+        by_role = contrast.roles and len(contrast) > 1
+        sites = Sites(positions="roles" if by_role else each_in_turn(pair))
         places = resolve_positions(pair, sites.positions)
     InputError.raise_if(reasons, _PROBLEM)
     with float32_slopes(model, pair, metric):

@@ -17,7 +17,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import InputError, InputWarning
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 pytestmark = pytest.mark.numeric
@@ -257,7 +257,7 @@ def test_an_explanation_by_role_is_that_of_plain_hooks_with_padding_on_either_si
 
 
 def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch):
-    """Every analysis refuses them before any run, with padding on either side."""
+    """Circuits and graphs refuse them before any run, and sweeps warn of means."""
     contrast, pairs = prompts(ROLES)
     contrast = replace(contrast, roles={})
     left = on_the_left(contrast)
@@ -272,10 +272,6 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
         lambda: discover(model, contrast),
         lambda: discover(model, left),
         lambda: explain(model, left),
-        lambda: p.activation_patch(model, left),
-        lambda: p.activation_patch(model, contrast, sites=some, per_prompt=True),
-        lambda: p.attribution(model, contrast),
-        lambda: p.path_patch(model, contrast, p.Edges(some, ["L1N5"])),
         lambda: discover(model, contrast, sites=some),
         lambda: discover(model, contrast, sites=["L0H1@2"]),
         lambda: attribution_graph(model, contrast),
@@ -292,12 +288,15 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
         with pytest.raises(InputError, match=r"expected prompts of the same length$"):
             attribution_graph(model, replace(contrast, corrupted=None))
     evaluate(model, whole, contrast)  # positions="all" need no numbers
-    for sweep, given in (
-        (p.activation_patch, {"sites": p.Sites(SITES[:2], [-1, -2])}),
-        (p.attribution, {"sites": p.Sites(SITES[:2], [-1, -2])}),
-        (p.path_patch, {"edges": p.Edges(p.Sites(SITES[:1], [-1, -2]), ["L1N5"])}),
+    for sweep, make in (
+        (p.activation_patch, lambda x: {"sites": p.Sites(SITES[:2], x)}),
+        (p.attribution, lambda x: {"sites": p.Sites(SITES[:2], x)}),
+        (p.path_patch, lambda x: {"edges": p.Edges(p.Sites(SITES[:1], x), ["L1N5"])}),
     ):
-        frames = [sweep(model, x, **given).frame for x in (contrast, left)]
+        with pytest.warns(InputWarning, match=r"5 to 7 tokens: position 2 is '\d+' in prompt"):
+            sweep(model, contrast, **make([2]))
+        sweep(model, contrast, **make([2]), per_prompt=True)
+        frames = [sweep(model, x, **make([-1, -2])).frame for x in (contrast, left)]
         np.testing.assert_allclose(*(frame["value"] for frame in frames), rtol=0, atol=EXACT)
     # Control: prompts of one length, with the same tokens.
     shorter = Contrast(contrast.clean[:, :5], contrast.corrupted[:, :5], METRIC)

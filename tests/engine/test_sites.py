@@ -7,7 +7,7 @@ from common import D_MLP, tokens
 
 from attn_only_lens import Bilinear, Contrast, HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.engine.positions import resolve_positions
+from attn_only_lens.engine.positions import each_in_turn, length_reasons, resolve_positions
 from attn_only_lens.engine.sites import HEAD_KINDS, Sites, resolve_sites
 from attn_only_lens.errors import InputError
 
@@ -147,11 +147,14 @@ def shown(sets):
 
 
 def test_each_and_all_leave_padding_out():
-    pair = pair_of([3, 3, 3])
-    assert shown(resolve_positions(pair, "each")) == {
-        column: [[i, column] for i in range(3)] for column in range(3)
-    }
     pair = pair_of([5, 2, 3])
+    assert shown(resolve_positions(pair, "each")) == {
+        0: [[0, 0], [1, 0], [2, 0]],
+        1: [[0, 1], [1, 1], [2, 1]],
+        2: [[0, 2], [2, 2]],
+        3: [[0, 3]],
+        4: [[0, 4]],
+    }
     (whole,) = resolve_positions(pair, "all")
     assert whole.label == "all"
     assert torch.equal(whole.chosen, pair.real)
@@ -167,19 +170,18 @@ def test_from_the_end(side, ends):
 
 
 def test_numbers():
-    pair, same = pair_of([5, 2, 3]), pair_of([3, 3, 3])
-    assert shown(resolve_positions(same, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
-    assert list(shown(resolve_positions(same, [1, 0]))) == [1, 0]
+    pair = pair_of([5, 2, 3])
+    assert shown(resolve_positions(pair, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
+    assert list(shown(resolve_positions(pair, [1, 0]))) == [1, 0]
     whole = pair_of([7, 7, 7])
     bad = [0, 0, 7, -8, True, "3", 6, -1]
     with pytest.raises(InputError) as caught:
         resolve_positions(whole, bad)
     assert len(caught.value.reasons) == 6
     assert "got -1 and 6, which are the same" in str(caught.value)
-    with pytest.raises(InputError, match=r"in prompts \[1\]"):
-        resolve_positions(pair, -3)
-    with pytest.raises(InputError, match=r"got 4, which is padding, .* in prompts \[0, 1, 2\]"):
-        resolve_positions(same, 4)
+    for position in (2, -3):
+        with pytest.raises(InputError, match=r"in prompts \[1\]"):
+            resolve_positions(pair, position)
     for bad in ([], 1.5, None, {"end": -1}, (0, "end")):
         with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
             resolve_positions(pair, bad)
@@ -187,18 +189,15 @@ def test_numbers():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
-    pair = pair_of([5, 2, 3], side, {"end": -1, "first": 0})
-    assert shown(resolve_positions(pair, "each")) == shown(resolve_positions(pair, "roles"))
-    without = pair_of([5, 2, 3], side)
-    for some, expected in ((pair, "the contrast's roles: end, first"), (without, "roles={'subj")):
-        for positions in ("each", 1, [-1, 0], range(2))[some is pair :]:
-            with pytest.raises(
-                InputError, match="prompt 0 has 5 tokens, and prompt 1 has 2, "
-            ) as error:
-                resolve_positions(some, positions)
-            assert expected in str(error.value)
-    columns = pair_of([3, 3, 3], side, {"end": -1, "first": 0})
-    assert list(shown(resolve_positions(columns, "each"))) != ["end", "first"]
+    roles = {"end": -1, "first": 0}
+    pair, without = pair_of([5, 2, 3], side, roles), pair_of([5, 2, 3], side)
+    assert each_in_turn(pair) == "roles"
+    with pytest.raises(InputError, match=r"prompt 0 has 5 tokens, and prompt 1 has 2, .*roles={'"):
+        each_in_turn(without)
+    assert "the contrast's roles: end, first" in length_reasons(pair)[0]
+    assert length_reasons(pair, only_columns=True)[0].endswith("prompts of the same length")
+    for same in (pair_of([3, 3, 3], side, roles), pair_of([3, 3, 3], side)):
+        assert each_in_turn(same) == "each"
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -212,8 +211,7 @@ def test_a_token_belongs_to_the_last_of_its_roles(side):
         return [[prompt, start[prompt] + token] for prompt, token in tokens]
 
     expected = {"b": at((0, 0), (2, 1)), "d": at((0, 4), (1, 1), (2, 2))}
-    for positions in ("roles", "each"):
-        assert shown(resolve_positions(pair, positions)) == expected
+    assert shown(resolve_positions(pair, "roles")) == expected
     alone = {"a": at((0, 4), (1, 1), (2, 1)), "c": expected["d"]}
     for name, places in alone.items():
         assert shown(resolve_positions(pair, name)) == {name: places}
