@@ -77,7 +77,7 @@ def test_swapped_answers_are_warned_about_once(model):
             call(model, PAIR, **HOW)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an explanation says it in its text
-        why = explain(model, swapped, n_patched=1)
+        why = explain(model, swapped, strong=1.0)
     assert "Warning: the model prefers the wrong answer" in why.text()
 
 

@@ -32,9 +32,8 @@ class Evaluation:
         nothing: the metric with every site ablated.
         standard_error: the standard error of the faithfulness over prompts; NaN for a metric with
             one value for all prompts, or if fewer than two prompts have m(M) ≠ m(∅).
-        error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|, without prompts for which
-            m(M) = m(∅). A faithfulness near 1 can hide prompts that overshoot and prompts that fall
-            short.
+        error: the sum over prompts of |m(C) - m(M)|, divided by the sum of |m(M) - m(∅)|. A
+            faithfulness near 1 can hide prompts that overshoot and prompts that fall short.
         accuracy: with only the circuit left, the share of prompts on which the correct answer beats
             the wrong one; NaN if the metric does not compare two answers.
         whole_accuracy: the accuracy of the whole model.
@@ -123,9 +122,7 @@ def evaluate(
         some &= changes
     error = error if np.count_nonzero(some) > 1 else math.nan
     numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
-    shares = weights[some] / weights[some].sum()
-    mean_error = float(abs((left - whole)[some] / (whole - nothing)[some]) @ shares)
-    return Evaluation(*numbers, mean_error, *accuracies)
+    return Evaluation(*numbers, float(ablated.errors(left[None])[0]), *accuracies)
 
 
 def no_circuit_reasons(circuit: object) -> list[str]:

@@ -13,10 +13,13 @@ circuits are run as one batch (`engine/replay`). Let m be the metric, M all site
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
     completeness    f(M \ C), the faithfulness of all other sites: near 0 if nothing was missed
+    error           Σ_p |m_p(C) - m_p(M)| / Σ_p |m_p(M) - m_p(∅)|, over prompts p
 
-Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g be the gradient of m
-at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
-ablated z) / (m(M) - m(∅)) to f(C).
+The first two are from Marks et al., "Sparse Feature Circuits", 2024. The error is the mean of
+|f_p(C) - 1| over prompts, weighted by |m_p(M) - m_p(∅)|: a faithfulness near 1 can hide prompts
+that overshoot and prompts that fall short. For one prompt, the error is |f(C) - 1|. Let g be the
+gradient of m at a site's z when all sites outside C are ablated. Then the site adds, to first
+order, g · (z - ablated z) / (m(M) - m(∅)) to f(C).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -145,11 +148,24 @@ class AblatedModel:
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
+        return self.faithfulness_and_error(circuits)[0]
+
+    def faithfulness_and_error(self, circuits: Sequence[Rows]) -> tuple[Floats, Floats]:
+        """Return the faithfulness and the error of each circuit, given as rows of its sites."""
         new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
         by_prompt = self.by_prompt([*new, *circuits])
         if new:  # the empty circuit is in the same batch, which saves a pass
             self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
-        return (self._mean(by_prompt) - self.nothing) / self.span
+        faithfulness = (self._mean(by_prompt) - self.nothing) / self.span
+        return faithfulness, self.errors(by_prompt)
+
+    def errors(
+        self, by_prompt: Float[np.ndarray, "circuit prompt"], some: slice | Rows = slice(None)
+    ) -> Float[np.ndarray, "circuit"]:
+        """Return each circuit's error on some of the prompts, from its metric on all prompts."""
+        weights, whole = self.weights[some], self.whole_by_prompt[some]
+        spans = weights @ abs(whole - self.nothing_by_prompt[some])
+        return (abs(by_prompt[:, some] - whole) @ weights) / spans
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0

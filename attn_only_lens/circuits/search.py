@@ -1,7 +1,8 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
-Let f(C) be the faithfulness of a circuit C (`ablated_model.py`). The circuit is sufficient if |1 -
-f(C)| ≤ 1 - wanted, where `wanted` is the requested faithfulness. A prefix of a ranking is its k
+Let f(C) be the faithfulness of a circuit C (`ablated_model.py`). The circuit is sufficient if its
+error is at most 1 - wanted, where `wanted` is the requested faithfulness. The error is |1 - f(C)|
+for one prompt, and a mean of |1 - f(C)| over several prompts. A prefix of a ranking is its k
 highest-ranked sites. Faithfulness does not always rise with circuit size, because the effects of
 sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The search has
 three steps. Each step starts from the best circuit so far:
@@ -39,8 +40,8 @@ _IDLE_ROUNDS = 2
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
-_Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
-"""A generator that yields circuits, receives their faithfulness, and returns a size."""
+_Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "2 circuit"], int | None]
+"""A generator that yields circuits, receives their faithfulness and errors, and returns a size."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class SearchRun:
             circuits = [circuit for some in asked.values() for circuit in some]
             steps = [step for step, some in asked.items() for _ in some]
             ends = np.cumsum([len(some) for some in asked.values()])[:-1]
-            answers = np.split(self._measure(steps, circuits), ends)
+            answers = np.split(np.stack(self._measure(steps, circuits)), ends, axis=1)
             for step, answer in zip(list(asked), answers, strict=True):
                 try:
                     asked[step] = searches[step].send(answer)
@@ -147,9 +148,11 @@ class SearchRun:
         """
         for start in range(0, len(sizes), _AT_ONCE):
             some = sizes[start : start + _AT_ONCE]
-            measured = yield [order[:size] for size in some]
-            for size, g in zip(some.tolist(), measured.tolist(), strict=True):
-                suffices = self._suffices(g, size)
+            measured, errors = yield [order[:size] for size in some]
+            for size, g, error in zip(
+                some.tolist(), measured.tolist(), errors.tolist(), strict=True
+            ):
+                suffices = self._suffices(error, size)
                 if suffices or (f - 1) * (g - 1) < 0:  # f crosses 1
                     if size - short > 1:
                         between = np.linspace(short + 1, size, _BETWEEN).round().astype(np.int64)
@@ -190,12 +193,12 @@ class SearchRun:
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
         """Return the smallest sufficient circuit found by removing several chunks together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
-        *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
-        can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
+        values, errors = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
+        can_go = [i for i, rest in enumerate(without) if self._suffices(errors[i], len(rest))]
         # Remove chunks in two orders: first those whose removal changes f least, or first those
         # whose removal leaves the largest f.
         orders = [
-            sorted(can_go, key=lambda i: abs(values[i] - whole)),
+            sorted(can_go, key=lambda i: abs(values[i] - values[-1])),
             sorted(can_go, key=lambda i: -values[i]),
         ]
         rests = [
@@ -213,22 +216,26 @@ class SearchRun:
         return self._smallest_sufficient("prefix", circuit, prefixes)
 
     def _smallest_sufficient(self, step: Step, circuit: Rows, others: list[Rows]) -> Rows:
-        values = self._measure([step] * len(others), others)
+        _, errors = self._measure([step] * len(others), others)
         enough = [
-            rows for rows, f in zip(others, values, strict=True) if self._suffices(f, len(rows))
+            rows
+            for rows, error in zip(others, errors, strict=True)
+            if self._suffices(error, len(rows))
         ]
         return min([circuit, *enough], key=len)
 
     def _measure(
         self, steps: Sequence[Step], circuits: Sequence[Rows]
-    ) -> Float[np.ndarray, "circuit"]:
-        values = self._ablated.faithfulness(circuits)
+    ) -> tuple[Float[np.ndarray, "circuit"], Float[np.ndarray, "circuit"]]:
+        values, errors = self._ablated.faithfulness_and_error(circuits)
         self.tried += [
-            {"step": step, "n_sites": len(circuit), "faithfulness": f}
-            for step, circuit, f in zip(steps, circuits, values.tolist(), strict=True)
+            {"step": step, "n_sites": len(circuit), "faithfulness": f, "error": error}
+            for step, circuit, f, error in zip(
+                steps, circuits, values.tolist(), errors.tolist(), strict=True
+            )
         ]
-        return values
+        return values, errors
 
-    def _suffices(self, f: float, size: int) -> bool:
-        # The circuit of all sites has f = 1 up to rounding errors, so it always suffices.
-        return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)
+    def _suffices(self, error: float, size: int) -> bool:
+        # The circuit of all sites has no error up to rounding, so it always suffices.
+        return size == self._ablated.n_sites or (size > 0 and error <= 1 - self._wanted)

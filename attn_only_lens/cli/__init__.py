@@ -8,6 +8,7 @@ from attn_only_lens.cli import (  # noqa: F401
     convert,
     demo,
     grow,
+    pairs,
     patch,
     picture,
 )

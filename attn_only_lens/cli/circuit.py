@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_only_lens.arguments import RESAMPLES, halves_reasons
+from attn_only_lens.arguments import RESAMPLES, SHARE, halves_reasons
 from attn_only_lens.cli.common import (
     OUTPUT,
     PROBLEM,
@@ -52,7 +52,6 @@ SaveCircuit = Annotated[
     'attn-only-lens explain small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--texts corpus.txt --out with_examples.html",
-    renamed={"n_patched": "top"},
 )
 def explain(
     prompts: PairOptions,
@@ -60,6 +59,14 @@ def explain(
     model: HeadOptions,
     save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
+    strong: Annotated[
+        float,
+        option(
+            "patch each site alone whose effect may be this share of the difference or more; "
+            "strong sites are printed, and drawn in grey, also if they are not in the circuit"
+        ),
+        SHARE,
+    ] = 0.1,
     resamples: Annotated[
         int,
         option(
@@ -84,7 +91,7 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    reasons = halves_reasons(len(prompts.texts["clean"])) if resamples else []
+    reasons = halves_reasons(prompts.n_pairs) if resamples else []
     if texts is not None and out.suffix == ".json":
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
@@ -94,7 +101,7 @@ def explain(
     from attn_only_lens.work import Work
 
     why = explanation.explain(
-        loaded, contrast, faithfulness=faithfulness, n_patched=top, resamples=resamples
+        loaded, contrast, faithfulness=faithfulness, strong=strong, resamples=resamples
     )
     typer.echo(why.text(top))
     if save_circuit is not None:
@@ -143,7 +150,7 @@ def circuit(
     metric on the clean prompts. Edge weights are exact as long as attention patterns and the scales
     of the normalization layers are held fixed.
     """
-    if save_circuit is not None and "corrupted" not in prompts.texts:
+    if save_circuit is not None and not prompts.has_corrupted:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING

@@ -193,13 +193,34 @@ class PromptOptions(MetricOptions):
         Path | None,
         option(
             "instead of --clean, --corrupted, --answer and --wrong: a file with these columns, "
-            ".csv or .jsonl",
+            ".csv or .jsonl; or .json, from `pairs` or Contrast.save",
             PROMPTS,
         ),
     ] = None
     token_ids: TokenIds = False
     chat: Chat = False
     needed: ClassVar[tuple[str, ...]] = ("clean",)
+
+    @cached_property
+    def saved(self) -> "Contrast | None":
+        """The contrast in the file of --pairs, if the file is a contrast that was saved."""
+        if self.pairs is None or self.pairs.suffix != ".json":
+            return None
+        from attn_only_lens.engine.contrast import Contrast
+
+        return Contrast.load(self.pairs)
+
+    @property
+    def n_pairs(self) -> int:
+        """The number of pairs of prompts."""
+        return len(self.texts["clean"]) if self.saved is None else len(self.saved)
+
+    @property
+    def has_corrupted(self) -> bool:
+        """Whether there are corrupted prompts."""
+        if self.saved is not None:
+            return self.saved.corrupted is not None
+        return "corrupted" in self.texts
 
     @cached_property
     def texts(self) -> dict[str, Any]:
@@ -214,6 +235,8 @@ class PromptOptions(MetricOptions):
     def reasons(self) -> list[str]:
         """Return every reason to refuse the prompts and answers that needs no model."""
         reasons = list[str]()
+        if self.pairs is not None and self.pairs.suffix == ".json":
+            return self._reasons_against_saved()
         with InputError.collected(reasons):
             texts = self.texts
         if reasons:
@@ -234,8 +257,27 @@ class PromptOptions(MetricOptions):
                 )
         return reasons
 
+    def _reasons_against_saved(self) -> list[str]:
+        """Return every reason to refuse a saved contrast, or options that it makes useless."""
+        given = {name: getattr(self, name) for name in (*_COLUMNS, "token_ids", "chat")}
+        given["metric"] = self.metric != "logit_diff"
+        reasons = [
+            f"got --pairs {self.pairs} and --{name.replace('_', '-')}; expected only one: the file "
+            "has prompts and a metric"
+            for name, value in given.items()
+            if value
+        ]
+        try:
+            if self.saved is not None and "corrupted" in self.needed and not self.has_corrupted:
+                reasons.append(f"{self.pairs} has no corrupted prompts; expected pairs")
+        except AttnOnlyLensError as error:
+            reasons.append(f"--pairs: {error}")
+        return reasons
+
     def run(self, options: ModelOptions) -> tuple[Any, "Contrast"]:
         """Load the model; return it with the contrast."""
+        if self.saved is not None:
+            return options.with_neuron_heads(), self.saved
         texts = self.texts
         metric = replace(self, **texts).build_metric(self.token_ids)
         both = [

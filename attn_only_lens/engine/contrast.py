@@ -1,7 +1,7 @@
 """The contrast: two prompts (or two lists of prompts) and a metric that differs between them."""
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, as_plain
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.engine.contrast_file import DOCUMENT, as_body, fields_of, metric_of
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import role_reasons
@@ -120,6 +120,37 @@ class Contrast:
 
     def __len__(self) -> int:
         return _count(self.clean)
+
+    def __getitem__(self, chosen: int | slice | Sequence[int]) -> "Contrast":
+        """Return the contrast of some of the pairs: `pairs[3]`, `pairs[:8]` or `pairs[[3, 5]]`.
+
+        Raises:
+            InputError: no pairs are left, a pair does not exist, or the metric is a user's
+                function.
+        """
+        every = range(len(self))
+        try:
+            numbers: Any = every[chosen] if isinstance(chosen, slice) else chosen
+            some = [every[i] for i in ([numbers] if is_count(numbers, -len(self)) else numbers)]
+        except (IndexError, TypeError) as error:
+            if is_count(chosen):  # where a loop over the pairs ends
+                raise IndexError(f"got pair {chosen}; expected 0 to {len(self) - 1}") from None
+            reason = f"got {chosen!r} ({error}); expected a slice or numbers below {len(self)}"
+            raise InputError([reason], _PROBLEM) from None
+        InputError.raise_if([f"got {chosen!r}, which leaves no pairs"] * (not some), _PROBLEM)
+
+        def of_pairs(values: Any) -> Any:
+            """Return the chosen items of a value for every pair; leave other values unchanged."""
+            if values is None or isinstance(values, str | int) or getattr(values, "ndim", 2) < 2:
+                return values
+            return values[some] if isinstance(values, Tensor) else tuple(values[i] for i in some)
+
+        return replace(
+            self,
+            **{name: of_pairs(getattr(self, name)) for name in ("clean", "corrupted", "mask")},
+            metric=as_metric(self.metric).of_prompts(some),
+            roles={role: of_pairs(as_plain(numbers)) for role, numbers in self.roles.items()},
+        )
 
     def __repr__(self) -> str:
         unit = "prompt" if self.corrupted is None else "pair"

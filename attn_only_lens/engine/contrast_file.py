@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 from attn_only_lens.arguments import as_plain
 from attn_only_lens.engine.metrics import (
     AnyMetric,
-    Metric,
     as_metric,
     kl,
     log_probability,
@@ -37,11 +36,12 @@ _Prompts: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
 class _Metric(TypedDict):
-    """A metric; `answers` is None if the metric is a user's function."""
+    """A metric; `kind` is None if the metric is a user's function."""
 
     name: str
+    kind: str | None
     version: str | None
-    answers: list[list[list[int | str]]] | None
+    answers: list[list[list[int | str]]]
 
 
 class _Contrast(TypedDict):
@@ -64,11 +64,12 @@ DOCUMENT = Document("attn_only_lens.Contrast", 1, _Body)
 def as_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a contrast's fields to lists, dicts and numbers that JSON can store."""
     metric, mask = as_metric(fields["metric"]), array_as_tensor(fields["mask"])
-    kept = as_plain(metric.answers) if metric == _of_package(metric) else None
+    kind = None if metric.make is None else metric.make.__name__
+    stored = {"name": metric.name, "kind": kind, "version": metric.version}
     return {
         "clean": as_plain(fields["clean"]),
         "corrupted": as_plain(fields["corrupted"]),
-        "metric": {"name": metric.name, "version": metric.version, "answers": kept},
+        "metric": stored | {"answers": as_plain(metric.answers)},
         "roles": {role: as_plain(numbers) for role, numbers in fields["roles"].items()},
         "mask": (mask * 1).tolist() if isinstance(mask, Tensor) else mask,  # True becomes 1
         "name": fields["name"],
@@ -90,7 +91,7 @@ def metric_of(stored: Mapping[str, Any], given: AnyMetric | None, path: AnyPath)
         InputError: the file's metric is a function and none is given, or another one is given.
         CheckpointError: no metric of the package has this name, these answers and this version.
     """
-    name, version, answers = (stored[key] for key in ("name", "version", "answers"))
+    name, kind, version = (stored[key] for key in ("name", "kind", "version"))
     if given is not None and as_metric(given).name == name:
         return given
     reason = f"{path} stores only the name of its metric, {name}, a function; expected metric="
@@ -99,27 +100,19 @@ def metric_of(stored: Mapping[str, Any], given: AnyMetric | None, path: AnyPath)
             f"got the metric {as_metric(given).name}; expected {name}, as in {path}: to ask "
             "another question, use dataclasses.replace(contrast, metric=…)"
         )
-    if given is not None or answers is None:
+    if given is not None or kind is None:
         raise InputError([reason], "this contrast cannot be loaded")
     try:
-        metric: Metric | None = _METRICS[name.partition("(")[0]](*answers)
+        metric = _METRICS[kind](*stored["answers"])
     except (KeyError, TypeError):
         metric = None
-    if metric is None or (metric.name, metric.version) != (name, version):
+    is_named = metric is not None and (metric.name == name or not name.startswith(f"{kind}("))
+    if metric is None or not is_named or metric.version != version:
         raise CheckpointError(
-            f"{path} has the metric {name}, version {version}, and other answers or a version that "
-            "this attn-only-lens does not have: use the release that wrote the file"
+            f"{path} has the metric {name}, version {version}, which this attn-only-lens does not "
+            "have: use the release that wrote the file"
         )
-    return metric
-
-
-def _of_package(metric: Metric) -> Metric | None:
-    """Return the package's metric with this metric's name and answers, if there is one."""
-    make = _METRICS.get(metric.name.partition("(")[0])
-    try:
-        return replace(make(*metric.answers), bound=metric.bound) if make else None
-    except TypeError:  # another number of answers
-        return None
+    return replace(metric, name=name)
 
 
 def _prompts(stored: _Prompts | None) -> Any:

@@ -60,7 +60,7 @@ from attn_only_lens.engine.writes import (
     SublayerWrites,
 )
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import host_of
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
@@ -376,6 +376,42 @@ def of_held_run(recorded: HeldRun, metric: BoundMetric, *, patterns: bool = True
     entered = [x.entered.abs() for x in writes.sublayers]
     _require_flows(linear, [x.reads.stream for x in writes.sublayers], entered)
     return replace(linear, bias=_bias(linear, host, of_reads))
+
+
+@torch.no_grad()
+@full_precision()
+def direct_logits(
+    model: Any, runs: BothRuns, nodes: Sequence[tuple[HeadName, int]], prompts: Sequence[int]
+) -> Float[Tensor, "node d_vocab"]:
+    """Return what the change of each node's output between two runs adds to the logits directly.
+
+    A node (head, position) adds to the logits at its own position, before any soft cap. Norms are
+    replaced by secants. The direct effects of all nodes, and of the embeddings, on a logit
+    therefore add up to its change between the runs.
+
+    Args:
+        model: a model with neuron-heads.
+        runs: the two runs with their writes; see `run_both`.
+        nodes: the nodes.
+        prompts: the index of each node's pair of prompts.
+    """
+    both, written, differences = runs.decomposition, list[Tensor](), dict[Any, SublayerWrites]()
+    assert both is not None
+    places = torch.tensor([position for _, position in nodes], device=runs.logits.device)
+    for (head, _), place in zip(nodes, places.split(1), strict=True):
+        key = head.layer, head.kind
+        if key not in differences:
+            differences[key] = _difference(both.of(*key))
+        writes, index = differences[key], place.new_tensor([head.index])
+        here, index = (x.to(writes.z.device) for x in (place, index))
+        written.append(writes.vectors(writes.z[:, here, index], index, here).to(runs.logits))
+    if not written:
+        return runs.logits.new_zeros(0, runs.logits.shape[-1])
+    final, dtype = SecantNorm.between(both.final), next(model.unembed.parameters()).dtype
+    normed = final.at(places.to(final.scale.device)).change(torch.cat(written, 1))
+    normed = normed[list(prompts), list(range(len(nodes)))].unsqueeze(1).to(dtype)
+    bias = model.unembed(torch.zeros_like(normed[:1]))
+    return ((both.logit_factor or 1.0) * (model.unembed(normed) - bias))[:, 0]
 
 
 def _routes(

@@ -18,7 +18,7 @@ sweep computes only these logits. Half-precision logits are converted to float32
 
 import inspect
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -169,6 +169,8 @@ class Metric:
         source: the source text of a user's function; None if the metric is not a user's function.
         by_prompt: whether a prompt's value depends only on that prompt's logits, so that the
             metric can be computed on some of the prompts.
+        make: the function that makes the metric from its answers; None if the metric is not one of
+            this package.
     """
 
     name: str
@@ -178,6 +180,24 @@ class Metric:
     answers: tuple[AnswerRows, ...] = field(default=(), repr=False)
     source: str | None = field(default=None, repr=False)
     by_prompt: bool = field(default=True, repr=False)
+    make: "Callable[..., Metric] | None" = field(default=None, repr=False)
+
+    def of_prompts(self, prompts: Sequence[int]) -> "Metric":
+        """Return the metric of some of the prompts, given by their numbers.
+
+        Raises:
+            InputError: the metric is a user's function, which may know the number of prompts.
+        """
+        if self.make is None:
+            reason = (
+                f"got {self.name}, your own function; expected logit_diff or another metric of "
+                "this package, or a contrast for these prompts, with a function for them"
+            )
+            raise InputError([reason], "this metric cannot be computed for some of the prompts")
+        some = [rows if len(rows) == 1 else [rows[i] for i in prompts] for rows in self.answers]
+        has_own_name = self.name != self.make(*self.answers).name
+        metric = self.make(*some)
+        return replace(metric, name=self.name) if has_own_name else metric
 
     def identity(self) -> list[Any]:
         """Return JSON data that identifies this metric; a job resumes only with the same metric."""
@@ -230,7 +250,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
         Metric(name="logit_diff(' Mary', ' John')", needs_reference=False)
     """
 
-    return _of_answers("logit_diff", {"correct": correct, "wrong": wrong}, None)
+    return _of_answers(logit_diff, {"correct": correct, "wrong": wrong}, None)
 
 
 def probability_diff(correct: Answers, wrong: Answers) -> Metric:
@@ -255,7 +275,7 @@ def probability_diff(correct: Answers, wrong: Answers) -> Metric:
     """
 
     answers = {"correct": correct, "wrong": wrong}
-    return _of_answers("probability_diff", answers, torch.softmax, several=True)
+    return _of_answers(probability_diff, answers, torch.softmax, several=True)
 
 
 def probability(answer: Answers) -> Metric:
@@ -273,7 +293,7 @@ def probability(answer: Answers) -> Metric:
         >>> p.probability(" Mary").name
         "probability(' Mary')"
     """
-    return _of_answers("probability", {"answer": answer}, torch.softmax)
+    return _of_answers(probability, {"answer": answer}, torch.softmax)
 
 
 def log_probability(answer: Answers) -> Metric:
@@ -291,11 +311,11 @@ def log_probability(answer: Answers) -> Metric:
         >>> p.log_probability([17, 19]).name
         'log_probability([17, 19])'
     """
-    return _of_answers("log_probability", {"answer": answer}, torch.log_softmax)
+    return _of_answers(log_probability, {"answer": answer}, torch.log_softmax)
 
 
 def _of_answers(
-    kind: str,
+    make: Callable[..., Metric],
     answers: Mapping[str, Answers],
     scale: Callable[[Tensor, int], Tensor] | None,
     *,
@@ -307,7 +327,7 @@ def _of_answers(
     uses the logits themselves and reads only the answers' logits.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
-    name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
+    name = f"{make.__name__}({', '.join(map(answers_label, rows.values()))})"
 
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
         shape, device = _logits_shape(model, pair), pair.clean.device
@@ -323,7 +343,7 @@ def _of_answers(
 
         return BoundMetric(name, pair.last, columns, shape, compute)
 
-    return Metric(name, bound, answers=tuple(rows.values()))
+    return Metric(name, bound, answers=tuple(rows.values()), make=make)
 
 
 def _index_and_signs(
@@ -373,7 +393,7 @@ def kl() -> Metric:
 
         return BoundMetric("kl", pair.last, None, shape, compute)
 
-    return Metric("kl", bound, needs_reference=True)
+    return Metric("kl", bound, needs_reference=True, make=kl)
 
 
 def loss() -> Metric:
@@ -419,7 +439,7 @@ def loss() -> Metric:
         weights = tuple(n / max(1, len(targets)) for n in n_targets)
         return BoundMetric("loss", None, None, shape, compute, weights)
 
-    return Metric("loss", bound)
+    return Metric("loss", bound, make=loss)
 
 
 def custom(

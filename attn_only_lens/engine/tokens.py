@@ -209,6 +209,11 @@ def token_text(model: Any, token: int) -> str:
     return text or piece
 
 
+def is_readable(text: str) -> bool:
+    """Return whether a token's text has visible characters only, and no incomplete ones."""
+    return text.isprintable() and bool(text.strip()) and not _ESCAPED.search(text)
+
+
 def join_tokens(texts: Iterable[str]) -> str:
     """Join the texts of tokens, and decode bytes that together form a character.
 

@@ -2,14 +2,14 @@
 
 Secant attribution ranks all sites. A search finds a small circuit that keeps most of the
 difference. An attribution graph of the circuit's own run shows how it does so: how its sites affect
-each other and the metric. The strongest sites are also patched one by one, which gives their exact
-effects.
+each other and the metric. The circuit's sites, and all others whose effect may be large by one of
+several estimates, are also patched one by one, which gives their exact effects.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from attn_only_lens.arguments import POSITIVE
+from attn_only_lens.arguments import POSITIVE, SHARE
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
 from attn_only_lens.circuits.search import Search
@@ -23,6 +23,7 @@ from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.explanation import Explanation
 from attn_only_lens.explanation.node_descriptions import describe_nodes
+from attn_only_lens.explanation.strong_sites import may_be_strong, single_effects
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching.estimate import Estimate
@@ -41,7 +42,7 @@ def explain(
     *,
     faithfulness: float = 0.9,
     most_nodes: int = 60,
-    n_patched: int = 20,
+    strong: float = 0.1,
     resamples: int = 0,
     work: Work = Work(),
 ) -> Explanation:
@@ -59,7 +60,9 @@ def explain(
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
         most_nodes: the largest number of sites in the graph; sites with the largest shares are
             kept, and the others are summed into one node, "rest".
-        n_patched: how many of the strongest sites are patched exactly, in both directions.
+        strong: all sites whose effect may be this share of the difference or more are patched one
+            by one, in both directions. Those whose effect is, are in the table and on the page,
+            also if they are not in the circuit. The circuit's sites are always patched.
         resamples: as in `Search`; the page then shows how stable each node is.
         work: how the search is run; see `discover`.
 
@@ -79,7 +82,7 @@ def explain(
         (True, 'L3H3@5')
     """
     reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size", "resume")
-    reasons += POSITIVE.reasons(most_nodes=most_nodes, n_patched=n_patched)
+    reasons += POSITIVE.reasons(most_nodes=most_nodes) + SHARE.reasons(strong=strong)
     with InputError.collected(reasons):
         search = Search(resamples=resamples)
     InputError.raise_if(reasons, _PROBLEM)
@@ -98,19 +101,21 @@ def explain(
         )
         graph = attribution_graph(model, contrast, sites=circuit)
         graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
-        strongest = graph.heads.sort_values("attribution", key=abs, ascending=False)
-        patched = strongest.head(n_patched)
-        heads = patched["name"].unique().tolist()
-        positions = circuit.candidates.positions
-        if not graph.roles:
-            positions = sorted(patched["position"].astype(int).unique().tolist())
+        candidates, unpatched = may_be_strong(model, contrast, sites, whole, strong, quiet)
+        patched = Sites(list(dict.fromkeys([*graph.heads["id"], *candidates])))
+        if graph.roles:  # all roles together, because each token belongs to one of them
+            heads = dict.fromkeys(site.partition("@")[0] for site in map(str, patched.heads))
+            patched = Sites(list(heads), circuit.candidates.positions)
         patches = {
             direction: activation_patch(
-                *(model, contrast), sites=Sites(heads, positions), direction=direction, work=quiet
+                *(model, contrast), sites=patched, direction=direction, work=quiet
             )
             for direction in ("denoise", "noise")
         }
-        answers, does, labels, shown = describe_nodes(model, pair, metric, graph, places)
+        largest = single_effects(patches).abs().max(axis=1).drop(graph.heads["id"])
+        outside = largest[largest >= strong] * (whole.clean_value - whole.corrupted_value)
+        answers, does, labels, shown = describe_nodes(model, pair, metric, graph, outside, places)
         return Explanation(
-            whole, circuit, graph, patches, answers, does, labels, shown, model, contrast
+            *(whole, circuit, graph, patches, answers, does, labels, shown, model, contrast),
+            *(strong, unpatched),
         )

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -11,12 +10,13 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.circuits._group_nodes import peak_tokens
-from attn_only_lens.circuits.circuit import MISSING, Circuit
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import joined
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
-from attn_only_lens.explanation.node_descriptions import short_token
+from attn_only_lens.explanation.node_descriptions import STRONGER, short_token
+from attn_only_lens.explanation.strong_sites import single_effects
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.storage.atomic import atomic_folder, write_text
@@ -27,15 +27,21 @@ from attn_only_lens.viz.page import Page
 _DIRECT = 0.01  # name the direct path from tokens to the metric from this share on
 _FAR = 0.5  # warn if everything else keeps more than this, or less than minus this
 _NARROW = 0.2  # warn if the sites carry less than this share of the difference
-_STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the circuit's own run (the clean tokens, with every other site as in the "
-    "corrupted run); 'corrupted' follows if the corrupted run differs. 'raises' and 'lowers' list "
-    "the tokens whose logits the change of the site's output between these runs raises and lowers "
-    "most by the direct path, if at least a tenth of the site's share takes this path."
+    "corrupted run), or, for sites outside the circuit, of the clean run; 'corrupted' follows if "
+    "the corrupted run differs. 'writes' says how the change of the site's output between these "
+    "runs changes the logits of the metric's answers by the direct path, if at least a tenth of "
+    "the site's effect takes this path; probable tokens whose logits change at least "
+    f"{STRONGER:g} times as much follow."
 )
+_GROUPS = {
+    "circuit": "The circuit",
+    "not needed": "Strong, but not needed: others carry the same",
+    "against": "Strong, against the answer",
+}
 _MEANINGS = (
     "share: the part of what the circuit keeps that passes through the site, by its pattern "
     "(by_pattern) and by its value (by_value). A path through several sites counts at each of "
@@ -58,7 +64,8 @@ _FILES = (
     *("attribution.parquet", "page.html"),
 )
 _COLUMNS = (
-    *("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise", "disputed"),
+    *("group", "id", "token", "does", "share", "by_pattern", "by_value"),
+    *("denoise", "noise", "disputed"),
 )
 _LEAST = 0.001  # below this, the sign of a share or of an effect may be rounding
 _DISPUTED = (
@@ -74,22 +81,27 @@ class Explanation:
         attribution: every site's part of the whole difference, split into pattern and value.
         circuit: a small circuit that keeps most of the difference.
         graph: the attribution graph of the circuit's own run; see `attribution_graph`.
-        patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
+        patches: exact patches of the graph's sites, and of all sites whose effect may reach
+            `strong`, by direction: "denoise" and "noise".
         answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
             token and its probability, and each answer of the metric ("correct" and "wrong", or
             "answer") with its rank and its probability.
-        does: a short description of what each node reads and writes, by node id: what it does in
-            the circuit's own run and, if this differs, in the corrupted run; and the tokens whose
-            logits the change in its output between these two raises and lowers most, if the direct
-            path carries a tenth of its share. Numbers are means over prompts; tokens are of the
-            prompt `shown`.
-        labels: the label of each node, by id: a head with the token to which it attends most (in
-            the circuit's own run / in the corrupted run), another node with the first token that
-            `does` says the change raises (↑) or lowers (↓).
+        does: a short description of what each site reads and writes, by its id: what it does in the
+            circuit's own run (outside the circuit: in the clean run) and, if this differs, in the
+            corrupted run; and how the change in its output between these two changes the logits of
+            the metric's answers, relative to the mean of all logits, if the direct path carries a
+            tenth of its effect. Numbers are means over prompts; tokens and logits are of the prompt
+            `shown`.
+        labels: the label of each site, by id: a head with the token to which it attends most (in
+            the circuit's own run / in the corrupted run), another site with the first token that
+            `does` says it writes: raised (↑) or lowered (↓).
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
         model: the model that was explained.
         contrast: the two runs and the metric.
+        strong: the share of the difference from which a site's effect counts as strong.
+        unpatched: the largest estimate, as a share of the difference, of the effect of a site that
+            was not patched. It is below `strong`, but an estimate can miss.
     """
 
     attribution: Sweep
@@ -102,6 +114,8 @@ class Explanation:
     shown: int
     model: Any
     contrast: Contrast
+    strong: float
+    unpatched: float
 
     @property
     def title(self) -> str:
@@ -161,43 +175,53 @@ class Explanation:
         return list(heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique())
 
     def table(self) -> pd.DataFrame:
-        """Return a frame with one row per node of the graph, sorted by decreasing |share|.
+        """Return a frame with one row per site: the circuit's, and other strong sites.
 
-        The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
-        `explain`), the sites with the largest |share|. Column `token` is the token at the site's
-        position in the clean prompt `shown`. Column `does` describes what the site reads and writes
-        (see the attribute `does`). Column `share` is the site's share of what the circuit keeps,
-        the sum of `by_pattern` and `by_value`. A path through several sites is counted for each of
-        these sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the
-        effects of patching only this site in the corrupted and in the clean run, as shares of the
-        whole difference. These two columns are missing for sites that were not patched. Column
-        `disputed` is true if both have the opposite sign to the share, so that the share's sign
-        cannot be trusted.
+        Column `group` is "circuit" for the graph's nodes, which are the sites of the circuit or, if
+        it has more than `most_nodes` sites (see `explain`), the sites with the largest |share|.
+        Other sites are those with |`denoise`| or |`noise`| of at least `strong`: "not needed", if
+        the larger effect is positive, so that other sites carry the same effect; or "against".
+        In each group, rows are sorted by decreasing max(|`denoise`|, |`noise`|).
+
+        Columns `denoise` and `noise` are the exact effects of patching only this site in the
+        corrupted and in the clean run, as shares of the whole difference. Column `token` is the
+        token at the site's position in the clean prompt `shown`. Column `does` describes what the
+        site reads and writes (see the attribute `does`). Column `share` is the site's share of what
+        the circuit keeps, the sum of `by_pattern` and `by_value`; it is missing for other sites. A
+        path through several sites is counted for each of these sites, so shares can add up to more
+        than 1. Column `disputed` is true if both effects have the opposite sign to the share, so
+        that the share's sign cannot be trusted.
         """
         edges, nodes = self.graph.edges, self.graph.heads.set_index("id")
         through = edges[edges["kind"] != "value"].groupby("target")["weight"].sum()
-        rows = (nodes["attribution"] / self.graph.value).rename("share").reset_index()
-        rows["by_pattern"] = rows["id"].map(through / self.graph.value).fillna(0.0)
+        share = nodes["attribution"] / self.graph.value
+        effects = single_effects(self.patches)
+        is_node = effects.index.isin(nodes.index)
+        rows = effects[is_node | (effects.abs().max(axis=1) >= self.strong)].copy()
+        rows["share"] = share
+        rows["by_pattern"] = (through / self.graph.value).reindex(nodes.index, fill_value=0.0)
         rows["by_value"] = rows["share"] - rows["by_pattern"]
-        rows["token"] = [self._token(place) for place in self.graph.heads["position"]]
-        rows["does"] = rows["id"].map(self.does).fillna("")
-        for way, sweep in self.patches.items():
-            effect = sweep.effect.set_axis(_ids(sweep))
-            rows[way] = rows["id"].map(effect if way == "denoise" else -effect)
+        rows["id"], rows["does"] = rows.index, rows.index.map(self.does).fillna("")
+        rows["token"] = [self._token(site.partition("@")[2]) for site in rows["id"]]
         parts = rows[["share", "denoise", "noise"]]
         signs = np.sign(parts.where(parts.abs() >= _LEAST))
         rows["disputed"] = (signs["share"] == -signs["denoise"]) & (
             signs["share"] == -signs["noise"]
         )
-        order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
-        return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
+        strength = parts[["denoise", "noise"]].abs().max(axis=1)
+        helps = parts[["denoise", "noise"]].sum(axis=1) > 0  # the sign of the larger effect, or
+        rows["group"] = np.where(helps, "not needed", "against")
+        rows.loc[rows["id"].isin(self.circuit.sites), "group"] = "circuit"
+        groups = rows["group"].map(list(_GROUPS).index)
+        order = np.lexsort((np.arange(len(rows)), -strength, groups))
+        return rows.iloc[order][list(_COLUMNS)].reset_index(drop=True)
 
-    def _token(self, place: int) -> str:
+    def _token(self, place: str) -> str:
         """Return the shown clean prompt's token at a place; "" if it has no token of this role."""
-        roles, tokens = self.graph.roles, self.attribution.tokens
-        if not roles:
-            return self.graph.tokens[self.shown][place]
-        return "" if tokens is None else tokens.clean_text(roles[place], [self.shown])
+        tokens = self.attribution.tokens
+        if not self.graph.roles:
+            return self.graph.tokens[self.shown][int(place)]
+        return "" if tokens is None else tokens.clean_text(place, [self.shown])
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
         """Write the page that `view` returns to a file, and return the file's path."""
@@ -214,19 +238,30 @@ class Explanation:
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:
                 labels[node] = f"{name} at “{short_token(peaks[name])}”"
-        for row in self.table().to_dict("records"):
-            names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
-            names[row["id"]] += ", sign disputed" * row["disputed"]
+        table, nodes = self.table(), set(self.graph.heads["id"])
+        for row in table.to_dict("records"):
+            names[row["id"]] = label = labels[row["id"]]
+            if row["id"] in nodes:
+                label += _by(row["by_pattern"], row["by_value"])
+                names[row["id"]] = label + ", sign disputed" * row["disputed"]
+            else:
+                names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
         by_role = bool(self.graph.roles)  # one token in each prompt, so there are no patterns
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
             "the circuit missed nothing).",
-            *self._omitted,
+            *self._selection,
+            *[
+                f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
+                "difference or more if they are patched alone. The numbers are these two shares; "
+                "if they are negative, the site acts against the answer."
+            ]
+            * bool(set(table["id"]) - nodes),
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
             "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
-            "or ↓ the token whose logit the change of the node's output between these runs raises "
+            "or ↓ the answer whose logit the change of the node's output between these runs raises "
             "or lowers most by the direct path; by pattern, or by both pattern and value: what "
             "carries the node's share, if not mainly its value."
             + f" Sign disputed: {_DISPUTED}."
@@ -240,7 +275,10 @@ class Explanation:
             self.graph,
             *(None, None) if by_role else (self.model, self.contrast),
             prompt=0 if by_role else self.shown,
-            overlays=Overlays(self.patches["noise"], examples, circuit.stability),
+            overlays=Overlays(
+                *(self.patches["noise"], examples, circuit.stability),
+                alone=table[["id", "denoise", "noise"]],
+            ),
             notes=notes,
             state={"names": names},
         )
@@ -261,10 +299,12 @@ class Explanation:
             self.page(new / "page.html")
 
     def text(self, k: int = 10) -> str:
-        """Return a text with the model's answers and the first k rows of `table`."""
+        """Return a text with the model's answers and the first k rows of each group of `table`."""
         table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
-        rows = table.head(k).round(2).drop(columns=["does", "disputed"])
-        disputed = table.head(k)["disputed"]
+        table = table.reset_index(names="row")
+        shown = table.groupby("group", sort=False).head(k)
+        rows = shown.round(2).drop(columns=["row", "group", "does", "disputed"])
+        disputed = shown["disputed"]
         if disputed.any():
             rows.insert(list(rows).index("share") + 1, "", disputed.map({True: "!", False: ""}))
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
@@ -272,13 +312,18 @@ class Explanation:
         for name in ("id", "token"):  # pandas would align strings to the right
             rows[name] = rows[name].str.ljust(rows[name].str.len().max())
         text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
-        head, *lines = text.splitlines()
-        descriptions = map(_indented, table["does"])
-        lines = list(chain(*zip(lines, filter(None, descriptions), strict=False)))
-        if len(table) > k:
-            lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
-        lines += [fill(text, 80) for text in self._omitted]
-        meanings = f"{_MEANINGS} {MISSING}" + f" !: {_DISPUTED}." * bool(disputed.any())
+        head, *texts = text.splitlines()
+        line_of, lines = dict(zip(shown["row"], texts, strict=True)), list[str]()
+        for group, some in table.groupby("group", sort=False):
+            if group != "circuit":
+                lines += ["", f"{_GROUPS[str(group)]} ({len(some)} site{'s' * (len(some) > 1)})"]
+            for row, does in zip(some["row"].head(k), some["does"], strict=False):
+                lines += filter(None, (line_of[row], _indented(does)))
+            if len(some) > k:
+                more = f"... {len(some) - k} more rows: .table() in Python, --top in a shell"
+                lines.append(more)
+        lines += ["", *(fill(text, 80) for text in self._selection)]
+        meanings = _MEANINGS + f" !: {_DISPUTED}." * bool(disputed.any())
         meanings += (_BY_ROLE if self.graph.roles else _OF_SEVERAL).format(n, self.shown) * (n > 1)
         return "\n".join(
             [
@@ -294,15 +339,14 @@ class Explanation:
         )
 
     @property
-    def _omitted(self) -> list[str]:
-        """Sentences about strong sites outside the circuit, and about sites that have no node."""
-        frame, listed, n = self.attribution.frame, len(self.graph.heads), len(self.circuit)
-        outside = frame["score"].where(~self.circuit.contains(frame), 0.0).abs().nlargest(_MOST)
-        rows = frame.loc[outside[outside >= _STRONG].index, ["name", "position", "score"]]
-        strong = ", ".join("{}@{} {:.2f}".format(*row) for row in rows.to_numpy())
+    def _selection(self) -> list[str]:
+        """Sentences about the sites that were patched, and about those that have no node."""
+        listed, n, n_patched = len(self.graph.heads), len(self.circuit), len(self.patches["noise"])
         return [
-            f"Not in the circuit, which does not need them, but with a large share: {strong}."
-        ] * bool(strong) + [
+            f"{n_patched:,} sites were patched one by one, in both directions: all whose effect "
+            f"may be {self.strong:g} or more by estimates. The largest estimate of any other site "
+            f"is {self.unpatched:.2g}; an estimate can miss."
+        ] + [
             f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
             "largest |share|: for more, pass most_nodes= to explain."
         ] * (listed < n)
@@ -331,7 +375,3 @@ def _by(by_pattern: float, by_value: float) -> str:
     if min(pattern, value) > _BOTH * (pattern + value):
         return ", by both"
     return ", by pattern" * (pattern > value)
-
-
-def _ids(sweep: Sweep) -> "pd.Series[str]":
-    return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)

@@ -21,10 +21,7 @@ def model_answers(
     model: Any, pair: PromptPair, metric: AnyMetric, clean: Logits, corrupted: Logits
 ) -> pd.DataFrame:
     """Return the frame `Explanation.answers`, with one row per run and prompt."""
-    answers = as_metric(metric).answers
-    named = dict(zip(_ROLES[len(answers)], answers, strict=True))
-    of_roles = answer_tokens(model, pair, named, None, several=True)
-    rows = []
+    of_roles, rows = tokens_of_answers(model, pair, metric), []
     for run, logits in zip(_RUNS, (clean, corrupted), strict=True):
         prompts = torch.arange(len(logits), device=logits.device)
         chosen = logits[prompts, pair.last.to(logits.device)]
@@ -39,6 +36,15 @@ def model_answers(
                 row[f"{role}_probability"] = float(probabilities[tokens].sum())
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def tokens_of_answers(
+    model: Any, pair: PromptPair, metric: AnyMetric
+) -> dict[str, list[tuple[int, ...]]]:
+    """Return the tokens of the metric's answers to each prompt, by role."""
+    answers = as_metric(metric).answers
+    named = dict(zip(_ROLES[len(answers)], answers, strict=True))
+    return answer_tokens(model, pair, named, None, several=True)
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:

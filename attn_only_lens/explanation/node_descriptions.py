@@ -1,8 +1,13 @@
 """Describe what the nodes of a graph read and write, and label them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -10,20 +15,24 @@ from torch import Tensor
 
 from attn_only_lens.axes import SELF, Logits
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.own_run import graph_runs
-from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.circuits.own_run import graph_runs, own_run
+from attn_only_lens.engine.linear_map import direct_logits
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
-from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.multipliers import BothRuns, metric_multiplier, run_both
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.tokens import token_text
-from attn_only_lens.explanation.model_answers import model_answers
+from attn_only_lens.engine.tokens import is_readable, token_text
+from attn_only_lens.explanation.model_answers import model_answers, tokens_of_answers
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import WIDE_KINDS
 
 _LONGEST = 12  # the maximum length of a token in a label, in characters
-_DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's share
+_DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's effect
 _APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
+_ANSWERS, _OTHERS = 4, 2  # how many answers and other tokens are named
+_PROBABLE = 50  # other tokens are named only if they are so probable in one of the runs: by rank,
+STRONGER = 2.0  # and if the direct effect on them is so many times the effect on any answer
+_LEAST = 0.005  # a smaller effect on a logit would be written as 0.00
 _WIDE = {
     "skip": "what W_skip reads",
     "error": "what the transcoder misses of the MLP's output",
@@ -36,60 +45,130 @@ def describe_nodes(
     pair: PromptPair,
     metric: AnyMetric,
     graph: CircuitGraph,
+    others: "pd.Series[float]",
     places: Sequence[PositionSet],
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
     """Return the model's answers, each node's description and label, and the shown pair.
 
     Nodes are described as they are in the two runs of the graph, such as a circuit's own run.
-    `places` are the positions or roles of nodes. If a role has no token in the shown pair, its
-    nodes are described in the first pair in which it has one.
+
+    Args:
+        model: the model.
+        pair: the prompts.
+        metric: the metric.
+        graph: the graph.
+        others: the effects of further sites on the metric, by id. These sites are described as they
+            are in the clean and the corrupted run.
+        places: the positions or roles of nodes. If a role has no token in the shown pair, its nodes
+            are described in the first pair in which it has one.
     """
-    ids, host = list(graph.heads["id"]), host_of(model)
-    heads = [HeadName.parse(name) for name in graph.heads["name"]]
-    tokens_at = {str(place.label): place.chosen.nonzero().cpu() for place in places}
-    into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
-    direct = into_metric.reindex(graph.heads["id"], fill_value=0.0).abs().to_numpy()
-    is_direct = direct >= _DIRECT * graph.heads["attribution"].abs().to_numpy()
+    whole = run_both(model, pair, decomposed=True)
+    own = whole if graph.circuit is None else own_run(model, pair, graph.circuit)
+    logits = whole.logits.chunk(2)
+    bound = bind(metric, model, pair, logits[0])
+    table = model_answers(model, pair, metric, *logits)
+    shown = _pair_to_show(pair, bound, logits)
+    answers = [*chain(*(rows[shown] for rows in tokens_of_answers(model, pair, metric).values()))]
+    tokens_at = {str(place.label): place.chosen.nonzero().tolist() for place in places}
+    describe = partial(_describe, model, pair, shown, answers, tokens_at)
+
+    # Nodes of the graph
+    heads, edges = graph.heads, graph.edges
+    into_metric = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
+    direct = into_metric.reindex(heads["id"], fill_value=0.0).to_numpy()
+    effects = heads["attribution"].to_numpy(dtype=np.float64)
+    does, labels = describe(graph, own, list(heads["id"]), effects, lambda _: direct)
+    if not len(others):
+        return table, does, labels, shown
+
+    # Other sites
+    multiplier, shares = metric_multiplier(bound, *logits), bound.shares(len(pair.clean))
+    prompts, positions = zip(*_shown_tokens(others.index, tokens_at, shown), strict=True)
+    slopes = multiplier[list(prompts), list(positions)]
+    slopes = slopes / slopes.new_tensor([shares[i] for i in prompts])[:, None]
+
+    def by_logits(change: Float[Tensor, "node d_vocab"]) -> npt.NDArray[np.float64]:
+        direct = (slopes * change).sum(-1)
+        return cast(npt.NDArray[np.float64], direct.cpu().double().numpy())
+
+    of_whole = replace(graph, circuit=None)
+    more = describe(
+        of_whole, whole, list(others.index), others.to_numpy(dtype=np.float64), by_logits
+    )
+    return table, does | more[0], labels | more[1], shown
+
+
+def _describe(
+    model: Any,
+    pair: PromptPair,
+    shown: int,
+    answers: Sequence[int],
+    tokens_at: Mapping[str, Sequence[Sequence[int]]],
+    graph: CircuitGraph,
+    both: BothRuns,
+    sites: Sequence[str],
+    effects: npt.NDArray[np.float64],
+    direct: Callable[[Float[Tensor, "node d_vocab"]], npt.NDArray[np.float64]],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the description and the label of each site in the two runs of a graph.
+
+    `effects` are the sites' effects on the metric. `direct` returns the part of them that takes the
+    direct path, given the direct effects of the changes of the sites' outputs on all logits.
+    """
+    host, parts = host_of(model), [site.partition("@") for site in sites]
+    heads, by_role = [HeadName.parse(name) for name, *_ in parts], bool(graph.roles)
+    nodes = _shown_tokens(sites, tokens_at, shown)
     hooks = {
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")
     }
     runs = graph_runs(graph, model, pair, sorted({*hooks["z"], *hooks["pattern"]}))
-    whole = run_both(model, pair).logits.chunk(2)
-    answers = model_answers(model, pair, metric, *whole)
     clean, corrupted = (run.hooked for run in runs)
-    shown = _pair_to_show(pair, bind(metric, model, pair, whole[0]), whole)
-    changes = {hook: clean[hook] - corrupted[hook] for hook in hooks["z"]}
-    tokens = [tokens_at[node.partition("@")[2]] for node in ids]
-    first = [next((x for x in some.tolist() if x[0] == shown), some[0].tolist()) for some in tokens]
-    nodes = [(str(head), *token) for head, token in zip(heads, first, strict=True)]
-    written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
+    prompts, positions = zip(*nodes, strict=True) if nodes else ((), ())
+    written = direct_logits(model, both, list(zip(heads, positions, strict=True)), prompts)
+    by_direct_path = np.abs(direct(written))
+    is_direct = (by_direct_path > 0) & (by_direct_path >= _DIRECT * np.abs(effects))
+    written = written - written.mean(-1, keepdim=True)  # softmax does not depend on the mean
 
     def means(hook: str, *index: Any) -> list[Tensor]:
         """Return the [clean, corrupted] means over prompts of an activation at `index`."""
         return [run[hook][index].float().mean(0) for run in (clean, corrupted)]
 
     does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, nodes, tokens, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
-    for key, (head, node, at, top, has_tokens, of_z, of_pattern) in zip(ids, rows, strict=True):
-        name, prompt, position = node
-        writes, label = _writes(model, top if has_tokens else [])
+    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
+    for key, (head, node, change, has_tokens, of_z, of_pattern) in zip(sites, rows, strict=True):
+        prompt, position = node
+        tokens = list[int]()
+        for run in both.logits.chunk(2):
+            tokens += run[prompt, position].topk(min(_PROBABLE, run.shape[-1])).indices.tolist()
+        writes, label = _writes(model, change, answers, tokens) if has_tokens else ("", "")
+        some, columns = map(list, zip(*tokens_at[key.partition("@")[2]], strict=True))
         if head.kind in WIDE_KINDS:
-            lengths = [float(z.norm()) for z in means(of_z, *at.T)]
+            lengths = [float(z.norm()) for z in means(of_z, some, columns)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
-        elif head.kind == "attention":  # by role, keys have other positions in other prompts
-            some = torch.tensor([[prompt, position]]) if graph.roles else at
-            patterns = means(of_pattern, some[:, 0], head.index, some[:, 1])
-            reads, label = _looks(model, pair, prompt, patterns, bool(graph.roles))
+        elif head.kind == "attention":
+            if by_role:  # keys have other positions in other prompts
+                some, columns = [prompt], [position]
+            patterns = means(of_pattern, some, head.index, columns)
+            reads, label = _looks(model, pair, prompt, patterns, by_role)
         else:
-            outputs = [float(z[head.index, 0]) for z in means(of_z, *at.T)]
+            outputs = [float(z[head.index, 0]) for z in means(of_z, some, columns)]
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
             if head.kind == "neuron":
-                gates = [float(x[SELF]) for x in means(of_pattern, at[:, 0], head.index, at[:, 1])]
+                gates = [float(x[SELF]) for x in means(of_pattern, some, head.index, columns)]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
-        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{name} {label}".strip()
-    return answers, does, labels, shown
+        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{head} {label}".strip()
+    return does, labels
+
+
+def _shown_tokens(
+    sites: Iterable[str], tokens_at: Mapping[str, Sequence[Sequence[int]]], shown: int
+) -> list[tuple[int, int]]:
+    """Return each site's token (prompt, position) in the shown prompt, or in the first with one."""
+    places = [tokens_at[site.partition("@")[2]] for site in sites]
+    tokens = [next((x for x in place if x[0] == shown), place[0]) for place in places]
+    return [(prompt, position) for prompt, position in tokens]
 
 
 def _pair_to_show(pair: PromptPair, metric: BoundMetric, logits: Sequence[Logits]) -> int:
@@ -143,21 +222,33 @@ def _looks(
     return reads, f"← {' / '.join(short if differ else short[:1])}"
 
 
-def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
-    """Describe and label a node by the tokens whose logits its output raises or lowers."""
-    ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
-    ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
-    if top and abs(top[-1][1]) > abs(top[0][1]):
-        ends.reverse()
-    texts = [
-        (verb, arrow, [token_text(model, token) for token in tokens[:2]])
-        for verb, arrow, tokens in ends
-        if tokens
+def _writes(
+    model: Any, change: Float[Tensor, "d_vocab"], answers: Sequence[int], probable: Sequence[int]
+) -> tuple[str, str]:
+    """Describe and label a node by the logits that the change of its output changes directly.
+
+    The answers come first. If there are none, or if other probable tokens change far more than the
+    answers, these follow.
+    """
+    tokens = list(dict.fromkeys((*answers, *probable)))
+    amounts = dict(zip(tokens, change[tokens].tolist(), strict=True))
+    ranked = sorted(tokens, key=lambda token: -abs(amounts[token]))
+    most = max((abs(amounts[token]) for token in answers), default=0.0)
+    others = [
+        token
+        for token in ranked
+        if token not in answers
+        and abs(amounts[token]) >= STRONGER * most
+        and is_readable(token_text(model, token))
     ]
-    if not texts:
+    chosen = [token for token in ranked if token in answers][:_ANSWERS] + others[:_OTHERS]
+    chosen = [token for token in chosen if abs(amounts[token]) >= _LEAST]
+    if not chosen:
         return "", ""
-    writes = "; ".join(f"{verb} {', '.join(map(repr, tokens))}" for verb, _, tokens in texts)
-    return writes, f"{texts[0][1]} {short_token(texts[0][2][0])}"
+    texts = [token_text(model, token) for token in chosen]
+    words = [f"{amounts[t]:+.2f} {text!r}" for t, text in zip(chosen, texts, strict=True)]
+    arrow = "↑" if amounts[chosen[0]] > 0 else "↓"
+    return f"writes {', '.join(words)}", f"{arrow} {short_token(texts[0])}"
 
 
 def short_token(token: str) -> str:

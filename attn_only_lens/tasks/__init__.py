@@ -3,6 +3,7 @@
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets
 from attn_only_lens.tasks._custom import from_jsonl, from_templates
+from attn_only_lens.tasks._from_pair import from_pair, solved_by
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
@@ -11,8 +12,10 @@ __all__ = [
     "agreement",
     "brackets",
     "from_jsonl",
+    "from_pair",
     "from_templates",
     "greater_than",
     "induction",
     "ioi",
+    "solved_by",
 ]

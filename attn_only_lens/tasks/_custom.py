@@ -26,7 +26,7 @@ from attn_only_lens.tasks.pairs import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, *WORDS}  # role names with another meaning in `Sites(positions=…)`
+RESERVED = {END, *WORDS}  # role names with another meaning in `Sites(positions=…)`
 _SHOWN = 5  # the maximum number of invalid lines in an error
 
 
@@ -78,7 +78,7 @@ def from_templates(
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
     ]
-    reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
+    reasons += [f"got field {{{role}}}; expected another name" for role in expected & RESERVED]
     keys = [*sorted(expected), ANSWER]
     reasons += [
         f"got words {row!r}; expected a dict with a text for {', '.join(keys)}"
@@ -153,7 +153,7 @@ def from_jsonl(
         (('The keys',), {'subject': (-1,), 'end': (-1,)})
     """
     roles = dict(roles or {})
-    reasons = [f"got role {role!r}; expected another name" for role in roles if role in _RESERVED]
+    reasons = [f"got role {role!r}; expected another name" for role in roles if role in RESERVED]
     reasons += [
         f"got word number {number!r} for the role {role!r}; expected a whole number, 0 or more"
         for role, number in roles.items()

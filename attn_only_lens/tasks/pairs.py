@@ -13,7 +13,7 @@ the same with and without a BOS token, and for both padding sides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
@@ -33,6 +33,7 @@ END = "end"
 """The role for the last token; every task has it."""
 
 PROBLEM = "these prompts cannot be made"
+NOT_SOLVED = "the model does not prefer the right answer on both prompts"
 _MOST_DRAWN = 20_000
 _Tokens: TypeAlias = tuple[int, ...]
 _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
@@ -78,37 +79,57 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def collect(
-    task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
+    task: str,
+    tokenizer: Any,
+    n: int,
+    seed: int,
+    pairs: Iterable[Pair],
+    reasons: Sequence[str] = (),
+    solved: Callable[[Contrast], Sequence[int]] | None = None,
 ) -> Contrast:
     """Return the first n pairs that pass the tokenizer check, or raise InputError.
 
     The metric is the logit difference or, if prompts have several answers, the probability
-    difference.
+    difference. `solved` returns the numbers of the pairs that the model solves; others are dropped.
     """
     reasons = [*reasons, *POSITIVE.reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += COUNT.reasons(seed=seed)
     InputError.raise_if(reasons, PROBLEM)
-    rows, dropped, drawn = dict[str, _Row](), Counter[str](), 0
-    for pair in islice(pairs, _MOST_DRAWN):
-        drawn += 1
-        if pair.clean.text in rows:
-            continue
-        try:
-            rows[pair.clean.text] = _checked(tokenizer, pair)
-        except _Misfit as reason:
-            dropped[str(reason)] += 1
-        if len(rows) == n:
-            break
+    dropped, rows = Counter[str](), list[_Row]()
+    fitting = _fitting(tokenizer, islice(pairs, _MOST_DRAWN), dropped)
+    while len(rows) < n and (new := list(islice(fitting, n if solved else n - len(rows)))):
+        left = range(len(new)) if solved is None else solved(_contrast(task, new))
+        dropped.update({NOT_SOLVED: len(new) - len(left)} if len(left) < len(new) else {})
+        rows += [new[number] for number in left]
     if len(rows) < n:
         raise InputError(
             [
-                f"{task}: got n={n}, but only {len(rows)} of {drawn} drawn pairs are different and "
-                f"fit the tokenizer; expected at most n={len(rows)}",
-                *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
+                f"{task}: got n={n}, but only {len(rows)} different pairs can be used; expected at "
+                f"most n={len(rows)}",
+                *(f"{number} were dropped: {why}" for why, number in dropped.most_common()),
             ],
             PROBLEM,
         )
-    clean, corrupted, answers, wrong, positions = zip(*rows.values(), strict=True)
+    return replace(_contrast(task, rows[:n]), dropped=dict(dropped.most_common()))
+
+
+def _fitting(tokenizer: Any, pairs: Iterable[Pair], dropped: "Counter[str]") -> Iterator[_Row]:
+    """Yield the different pairs that pass the tokenizer check; count the others by reason."""
+    seen = set[str]()
+    for pair in pairs:
+        if pair.clean.text in seen:
+            continue
+        try:
+            row = _checked(tokenizer, pair)
+        except _Misfit as reason:
+            dropped[str(reason)] += 1
+            continue
+        seen.add(pair.clean.text)
+        yield row
+
+
+def _contrast(task: str, rows: Sequence[_Row]) -> Contrast:
+    clean, corrupted, answers, wrong, positions = zip(*rows, strict=True)
     roles = {
         role: tuple(row[role] for row in positions)
         for role in positions[0]
@@ -117,12 +138,8 @@ def collect(
     several = any(len(tokens) > 1 for tokens in (*answers, *wrong))
     metric = (probability_diff if several else logit_diff)(answers, wrong)
     kind = metric.name.partition("(")[0]
-    return Contrast(
-        *(clean, corrupted, replace(metric, name=f"{kind} of {task}")),
-        roles=roles,
-        name=task,
-        dropped=dict(dropped.most_common()),
-    )
+    named = replace(metric, name=f"{kind} of {task}")
+    return Contrast(clean, corrupted, named, roles=roles, name=task)
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:

@@ -54,7 +54,9 @@ def circuit_page(
             "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
             `attribution` (if this is missing, the node is as strong as its strongest edge).
             Optional: `exact`, the node's exact effect; `status` ("kept", "lost", "gained") if two
-            circuits are compared;
+            circuits are compared; `outside`, true for sites outside the circuit, which are grey,
+            and `strength`, how strong each node is; `denoise` and `noise`, the shares of a
+            difference that the site restores and removes if it is patched alone;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
             were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
@@ -194,10 +196,12 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return each node's |attribution| or, if missing, largest edge |weight|; NaN for metrics."""
+    """Return each node's strength; by default, |attribution| or its largest edge's |weight|."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
+    if "strength" in nodes:
+        sizes = nodes["strength"].astype(float).fillna(sizes)
     return sizes.where(nodes["kind"] != "metric")
 
 

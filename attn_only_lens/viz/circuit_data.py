@@ -22,7 +22,11 @@ from attn_only_lens.viz.page import short_numbers
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")
 EXTRAS = ("bias", "rest", "offset")
 """Kinds of nodes without a token, which the page shows on demand."""
-OPTIONAL = ("status", "exact", "inclusion", "inclusion_low", "inclusion_high", "stability")
+ALONE = ("denoise", "noise")
+OPTIONAL = (
+    *("status", "exact", *ALONE, "outside"),
+    *("inclusion", "inclusion_low", "inclusion_high", "stability"),
+)
 STABILITIES = ("core", "contingent", "noise")
 STATUSES = {"kept": "=", "lost": "×", "gained": "+"}
 
@@ -145,7 +149,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         reasons += _word_reasons(nodes, column, words, "nodes")
     most = {"layer": np.inf, "position": n_tokens - 1}
     most |= dict.fromkeys(("inclusion", "inclusion_low", "inclusion_high"), 1)
-    for column in ("value", "attribution", "exact", *most):
+    for column in ("value", "attribution", "exact", *ALONE, "strength", *most):
         if column not in nodes:
             continue
         numbers = _numbers(nodes, column, "nodes", reasons)

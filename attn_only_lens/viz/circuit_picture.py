@@ -172,12 +172,13 @@ def _node(
     stability = nodes["stability"][i] if "stability" in nodes else None
     size = 0.0 if attribution is None else min(1.0, abs(attribution) / largest) ** 0.5
     end = colours["negative" if (attribution or 0) < 0 else "positive"]
-    fill = "" if status else f' style="fill:{_mixed(colours["zero"], end, size)}"'
+    outside = "outside" if "outside" in nodes and nodes["outside"][i] else ""
+    fill = "" if status or outside else f' style="fill:{_mixed(colours["zero"], end, size)}"'
     sign = "" if not attribution else "− " if attribution < 0 else "+ "
     mark = f"{STATUSES[status]} " if status else sign
     strong = "strong" if size > 0.77 and not status else ""
     return (
-        f'<g class="node {kind} {status or ""} {stability or ""}" '
+        f'<g class="node {kind} {status or ""} {stability or ""} {outside}" '
         f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
         f'rx="{_CORNERS.get(kind, 0)}"{_SLANTED * (kind == "feature")}{fill}/>'
@@ -227,6 +228,8 @@ def _legend(data: _Data) -> str:
         marks = " · ".join(f"{mark} {word}" for word, mark in STATUSES.items())
     else:
         marks = "+ raises the metric (blue) · − lowers it (red)"
+    if any(data["nodes"].get("outside", ())):
+        marks += " · grey: outside the circuit"
     if "stability" in data["nodes"]:
         marks += " · outline: solid core, dashed contingent"
     dashes = {"q": "long dashes", "k": "dots", "gate": "dashes and dots"}

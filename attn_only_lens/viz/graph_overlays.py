@@ -10,9 +10,11 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability
+from attn_only_lens.heads import HeadName
 from attn_only_lens.neurons.statistics import COLUMNS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
+from attn_only_lens.viz.circuit_data import ALONE
 from attn_only_lens.viz.page import refuse, short_numbers
 
 
@@ -31,6 +33,9 @@ class Overlays:
         groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
             its exact effect; a click opens a panel with the button "Unfold". Nodes in groups of the
             page's state stay in those groups.
+        alone: the effects of patching one site alone: a frame with columns `id` (such as "L3H3@5"),
+            `denoise` and `noise`, which are shares of the difference between two runs. A site
+            that is not a node of the graph is drawn in grey, without edges.
 
     Raises:
         InputError: a result has another type, or the examples lack columns; the error lists every
@@ -53,6 +58,7 @@ class Overlays:
     examples: pd.DataFrame | None = None
     stability: Stability | None = None
     groups: NodeGroups | None = None
+    alone: pd.DataFrame | None = None
 
     def __post_init__(self) -> None:
         reasons = [
@@ -62,6 +68,7 @@ class Overlays:
                 ("examples", self.examples, pd.DataFrame, "a frame from top_examples"),
                 ("stability", self.stability, Stability, "the stability of a circuit"),
                 ("groups", self.groups, NodeGroups, "groups from circuits.group_nodes"),
+                ("alone", self.alone, pd.DataFrame, "a frame with columns id, denoise, noise"),
             )
             if value is not None and not isinstance(value, kind)
         ]
@@ -70,6 +77,9 @@ class Overlays:
             reasons.append(
                 f"got examples with columns {list(frame)}; expected those of top_examples"
             )
+        frame = self.alone
+        if isinstance(frame, pd.DataFrame) and not {"id", *ALONE} <= set(frame):
+            reasons.append(f"got alone with columns {list(frame)}; expected id, denoise, noise")
         refuse(*reasons)
 
 
@@ -105,6 +115,31 @@ def exact_effects(exact: Sweep) -> "pd.Series[float]":
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
     return effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
+
+
+def with_sites_alone(nodes: pd.DataFrame, alone: pd.DataFrame, difference: float) -> pd.DataFrame:
+    """Add the effects of single sites to a page's nodes, and nodes for sites outside the graph.
+
+    `strength` is the size of a node in units of the metric, whose difference is `difference`.
+    """
+    tokens = nodes[nodes["kind"] == "embed"]
+    place_of = dict(zip(tokens["id"].str.partition("@")[2], tokens["position"], strict=True))
+    effects = alone.set_index("id")[list(ALONE)].astype(float)
+    new = effects.index[~effects.index.isin(nodes["id"])]
+    heads = [HeadName.parse(name.partition("@")[0]) for name in new]
+    sites = {
+        "id": new,
+        "kind": [head.kind for head in heads],
+        "layer": [head.layer for head in heads],
+        "name": list(map(str, heads)),
+        "position": [place_of[name.partition("@")[2]] for name in new],
+        "outside": True,
+        "strength": abs(difference) * effects.loc[new].abs().max(axis=1).to_numpy(),
+    }
+    more = pd.DataFrame(sites).reindex(columns=[*nodes, "outside", "strength"])
+    inside = nodes.assign(outside=False, strength=nodes["attribution"].abs())
+    both = pd.concat([inside, more.astype(inside.dtypes.to_dict())], ignore_index=True)
+    return both.join(effects, on="id")
 
 
 def inclusion_of_nodes(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:

@@ -29,6 +29,7 @@ from attn_only_lens.viz.graph_overlays import (
     exact_reasons,
     groups_and_state,
     inclusion_of_nodes,
+    with_sites_alone,
 )
 from attn_only_lens.viz.page import Page, refuse
 
@@ -116,6 +117,8 @@ def circuit_view(
         parts.append(example_fields(graph.heads, overlays.examples))
     drawn, edge_notes = _fewer_edges(graph)
     nodes = drawn.nodes.drop(columns="error", errors="ignore").join(columns, on="id")
+    if overlays.alone is not None:
+        nodes = with_sites_alone(nodes, overlays.alone, graph.value)
 
     # Texts
     of_difference, has_details = bool(graph.corrupted), contrast is not None

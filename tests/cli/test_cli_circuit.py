@@ -20,9 +20,11 @@ from attn_only_lens import (
     load,
     neuron_pattern,
     save,
+    tasks,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.cli.options import load_model
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 ANSWERS = ("--answer", "w13", "--wrong", "w17")
@@ -138,7 +140,8 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
     assert f"{kept} of the effect, all others {circuit.completeness:.0%}" in result.output
     pattern = r"^ *(L\d[HN]\d+) +(\d) +\S+ +(-?[\d.]+)$"
     shown = [(f"{name}@{x}", float(y)) for name, x, y in re.findall(pattern, result.output, re.M)]
-    table = explain(model, Contrast(CLEAN, CORRUPTED, metric), faithfulness=0.7).table().head(3)
+    table = explain(model, Contrast(CLEAN, CORRUPTED, metric), faithfulness=0.7).table()
+    table = table.query("group == 'circuit'").sort_values("share", key=abs, ascending=False).head(3)
     assert [site for site, _ in shown] == table["id"].tolist()
     assert [share for _, share in shown] == pytest.approx(table["share"].tolist(), abs=0.006)
 
@@ -209,6 +212,44 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
     frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)
     frame.to_csv(tmp_path / "pairs.csv", index=False)
     frame.to_json(tmp_path / "pairs.jsonl", orient="records", lines=True)
-    for file in (tmp_path / "pairs.csv", tmp_path / "pairs.jsonl"):
+    Contrast(*(list(side) for side in pairs), metric).save(tmp_path / "pairs.json")
+    for file in (tmp_path / f"pairs.{ending}" for ending in ("csv", "jsonl", "json")):
         again = run("evaluate", folder, saved, "--pairs", file)
         assert again.stdout == result.stdout, (again.output, again.exception)
+
+
+def test_pairs_are_made_for_a_task_and_read_by_other_commands(tmp_path):
+    """The file has the pairs that the model solves, with their roles and their metric."""
+    file = tmp_path / "pairs.json"
+    result = run("pairs", "small-english", "number", "--n", 7, "--seed", 3, "--out", file)
+    assert result.exit_code == 0, result.output
+    model = load_model("small-english", None, "cpu")
+    expected = tasks.solved_by(model, tasks.agreement(model.tokenizer, 7, 3))
+    made = Contrast.load(file)
+    for name in ("clean", "corrupted", "name", "dropped", "answers", "wrong"):
+        assert getattr(made, name) == getattr(expected, name)
+    assert {role: tuple(places) for role, places in made.roles.items()} == expected.roles
+    sweep = tmp_path / "sweep.parquet"
+    result = run("patch", "small-english", "--pairs", file, "--sites", "L3H3", "--out", sweep)
+    assert result.exit_code == 0, result.output
+    expose_neuron_heads(model)
+    expected = p.activation_patch(model, expected, sites="L3H3").frame["score"]
+    assert pd.read_parquet(sweep)["score"].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_a_saved_contrast_that_a_command_cannot_use(tmp_path):
+    alone, own = tmp_path / "alone.json", tmp_path / "own.json"
+    Contrast("w3 w5", None, p.logit_diff("w13", "w17")).save(alone)
+    Contrast("w3 w5", "w3 w7", p.custom(lambda logits: logits.sum(), "total")).save(own)
+    out = ("--out", tmp_path / "x.html")
+    for arguments, reason in {
+        ("--pairs", alone): "has no corrupted prompts; expected pairs",
+        ("--pairs", own): "stores only the name of its metric, total",
+        ("--pairs", tmp_path / "none.json"): "is missing",
+        ("--pairs", alone, *ANSWERS): "and --answer; expected only one",
+        ("--pairs", alone, "--metric", "kl"): "and --metric; expected only one",
+        ("--pairs", alone, "--token-ids"): "and --token-ids; expected only one",
+    }.items():
+        result = run("explain", "small-english", *arguments, *out)
+        assert result.exit_code == 2
+        assert reason in " ".join(result.output.split()), result.output

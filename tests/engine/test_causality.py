@@ -212,7 +212,7 @@ CALLS = {
     "discover": lambda x: discovered(x, PAIR),
     "evaluate": lambda x: circuits.evaluate(x, circuit_of(x), PAIR),
     "transfer": lambda x: circuits.transfer(x, {"a": circuit_of(x)}, {"b": PAIR}),
-    "explain": lambda x: explain(x, PAIR, n_patched=1),
+    "explain": lambda x: explain(x, PAIR, strong=1.0),
     "faithfulness": lambda x: circuits.faithfulness(
         x, PAIR, p.activation_patch(x, ONE_LENGTH, sites=p.Sites(SITES, "all"))
     ),

@@ -346,7 +346,7 @@ def test_what_json_cannot_store_is_refused(tmp_path):
         (("metric", "version"), "7", "logit_diff.*, version 7, .*: use the release that wrote"),
         (("metric", "answers"), [[[5]], [[9]]], r"has the metric logit_diff\(5, 7\)"),
         (("metric", "answers"), [[[5]]], r"has the metric logit_diff\(5, 7\)"),
-        (("metric", "name"), "entropy", "has the metric entropy"),
+        (("metric", "kind"), "entropy", r"has the metric logit_diff\(5, 7\)"),
         (("metric", "answers"), [[[0.5]], [[7]]], "expected int"),
         (("clean",), ["w1"], "(?s)holds no contrast: .*got 1 clean and 2 corrupted prompts"),
         (("clean",), [], "(?s)holds no contrast: .*expected the same number"),

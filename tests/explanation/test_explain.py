@@ -24,15 +24,17 @@ from attn_only_lens import (
     tasks,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.engine.tokens import is_readable
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
+from attn_only_lens.explanation.node_descriptions import _writes
 
 pytestmark = pytest.mark.numeric
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 FILES = ("explanation.csv", "graph.json", "page.html")
 CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is"))
-QUICK = {"n_patched": 1, "faithfulness": 0.5}
+QUICK = {"strong": 1.0, "faithfulness": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,8 @@ def test_the_explanation_says_what_patching_says(why):
     assert not (why.graph.edges["source"] == "rest").any()
     total = table["by_pattern"] + table["by_value"]
     assert np.allclose(total, table["share"])
-    patched = table.dropna()
-    assert len(patched) >= 10
-    assert np.corrcoef(patched["share"], patched[["denoise", "noise"]].mean(axis=1))[0, 1] > 0.9
+    assert len(table) == len(why.circuit)
+    assert np.corrcoef(table["share"], table[["denoise", "noise"]].mean(axis=1))[0, 1] > 0.9
 
 
 def test_it_says_what_the_model_answers(model, why):
@@ -108,7 +109,7 @@ def test_a_share_is_marked_if_both_patches_have_the_opposite_sign(why):
     (line,) = [line for line in changed.text().splitlines() if line.startswith(site)]
     assert f" {table['share'][1]:.2f} ! " in line
     assert max(map(len, changed.text().splitlines())) <= 80
-    assert "!: both exact patches have the opposite sign" in changed.text()
+    assert "!: both exact patches have the opposite sign" in " ".join(changed.text().split())
     assert ", sign disputed" in str(changed.view())
     assert "Sign disputed: both exact patches" in str(changed.view())
 
@@ -147,7 +148,7 @@ def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metr
 
 def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     clean, corrupted = [CLEAN, CLEAN, CORRUPTED], [CORRUPTED, "The keys near the cabinets", CLEAN]
-    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), n_patched=1)
+    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), strong=1.0)
     assert why.answers.groupby("run").size().to_dict() == {"clean": 3, "corrupted": 3}
     text = " ".join(repr(why).split())
     assert "for 1 of 3 pairs, the model prefers the same answer" in text
@@ -156,7 +157,9 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     assert "median rank 1, " in text
     assert why.shown == 2
     assert "looks at ' key' in prompt 2 (" in text
-    cache, heads = model.run_with_cache(clean)[1], why.graph.heads.query("kind == 'attention'")
+    heads = why.graph.heads.query("kind == 'attention'")
+    with model.hooks(fwd_hooks=others_held(why.circuit, model.run_with_cache(corrupted)[1])):
+        cache = model.run_with_cache(clean)[1]
     for node, name, position in heads[["id", "name", "position"]].to_numpy():
         pattern = cache["pattern", int(name[1])][:, int(name[3:]), int(position)].mean(0)
         assert f" ({float(pattern.max()):.0%})" in why.does[node]
@@ -181,11 +184,13 @@ def others_held(circuit, run):
 
 
 def test_descriptions_and_labels_are_of_both_runs(model, why):
-    """Compute patterns, gates and outputs of both runs, and the tokens that their change raises.
+    """Compute patterns, gates and outputs of both runs, and what their change adds to the logits.
 
     The first run is the circuit's own: hooks give every other site its output in the corrupted run.
+    A change δ of the final stream x changes r = 1 / √m, m = mean(x²) + ε, by a part of
+    Δr = -Δm / (√m₁ √m₀ (√m₁ + √m₀)), where Δm = 2 mean(x̄ δ); the norm's output x r by r̄ δ + x̄ Δr.
 
-    Tokens are named only if the edge into the metric has a tenth of the node's attribution.
+    Answers are named only if the edge into the metric has a tenth of the node's attribution.
     """
     edges = why.graph.edges
     direct = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
@@ -193,6 +198,20 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
     corrupted_run = model.run_with_cache(CORRUPTED)[1]
     with model.hooks(fwd_hooks=others_held(why.circuit, corrupted_run)):
         runs = [model.run_with_cache(CLEAN)[1], corrupted_run]
+    ends = [cache["resid_post", 3][0, -1].double() for cache in runs]
+    roots = [(x.square().mean() + model.cfg.eps).sqrt() for x in ends]
+    x_mean, r_mean = sum(ends) / 2, sum(1 / root for root in roots) / 2
+
+    def added(change):
+        """Return what a change of the final stream adds to the answers' logits, and the largest."""
+        slope = -1 / (roots[0] * roots[1] * (roots[0] + roots[1]))
+        normed = r_mean * change + x_mean * slope * 2 * (x_mean * change).mean()
+        logits = (normed * model.ln_final.w.double()) @ model.W_U.double()
+        logits = (logits - logits.mean()).detach()
+        return {
+            text: float(logits[model.to_single_token(text)]) for text in (" are", " is")
+        }, logits
+
     texts = [model.to_str_tokens(text) for text in (CLEAN, CORRUPTED)]
     kinds = set()
     for node, name, kind, position in why.graph.heads[["id", "name", "kind", "position"]].values:
@@ -219,22 +238,47 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
             said = f"z {z[0]:.2f}" + f", corrupted {z[1]:.2f}" * differs
             assert said in does.split("; ")
             change = (z[0] - z[1]) * mlp.W_out[index]
-        scores = (change * model.ln_final.w @ model.W_U).detach()
-        scores = (scores - scores.mean()) / scores.std()
-        high, low = float(scores.max()), float(scores.min())
-        first = "raises" if high > -low else "lowers"
-        best = int(scores.argmax() if high > -low else scores.argmin())
-        written = model.to_single_str_token(best)
-        of_change = [part for part in does.split("; ") if part.startswith(("raises", "lowers"))]
         has_tokens = bool(abs(direct.get(node, 0.0)) >= 0.1 * abs(whole[node]))
-        assert bool(of_change) == has_tokens
+        said = [part for part in does.split("; ") if part.startswith("writes")]
+        assert len(said) == has_tokens
         if has_tokens:
-            assert of_change[0].startswith(f"{first} {written!r}")
+            expected, logits = added(change.detach().double())
+            written = re.findall(r"([+-]\d+\.\d\d) '([^']*)'", said[0])
+            for amount, text in written:
+                effect = float(logits[model.to_single_token(text)])
+                assert float(amount) == pytest.approx(effect, abs=0.006)
+                assert text in expected or abs(effect) >= 2 * max(map(abs, expected.values()))
+            best = max(expected, key=lambda text: abs(expected[text]))
+            assert written[0][1] == best
+            assert expected[" are"] - expected[" is"] == pytest.approx(direct[node], rel=1e-4)
         if kind == "neuron":
-            arrow = f" {'↑' if high > -low else '↓'} {written.strip()}"
-            assert label == name + arrow * has_tokens
+            label_ends = (
+                f" {'↑' if expected[best] > 0 else '↓'} {best.strip()}" if has_tokens else ""
+            )
+            assert label == name + label_ends
         kinds.add((kind, has_tokens))
     assert kinds >= {("attention", False), ("neuron", True), ("neuron", False)}
+
+
+def test_other_tokens_are_named_if_they_are_probable_and_change_twice_as_much(model):
+    are, is_, was, dog = (model.to_single_token(f" {word}") for word in ("are", "is", "was", "dog"))
+    change = torch.zeros(model.cfg.d_vocab_out)
+    for of_was, answers, probable, written in (
+        (0.9, [are, is_], [was], "writes +0.50 ' are', -0.20 ' is'"),
+        (-1.1, [are, is_], [was], "writes +0.50 ' are', -0.20 ' is', -1.10 ' was'"),
+        (-1.1, [are, is_], [dog], "writes +0.50 ' are', -0.20 ' is'"),
+        (-1.1, [], [was, is_, dog], "writes -1.10 ' was', -0.20 ' is'"),
+        (-1.1, [dog], [], ""),
+    ):
+        change[[are, is_, was]] = torch.tensor([0.5, -0.2, of_was])
+        text, label = _writes(model, change, answers, probable)
+        assert text == written
+        assert label == ("" if not written else "↑ are" if answers else "↓ was")
+
+
+def test_tokens_that_cannot_be_printed_are_not_named():
+    assert all(map(is_readable, (" are", "ära", "7", "<s>")))
+    assert not any(map(is_readable, ("<0xBB>", "a<0xE2><0x80>", "\n", "", " ")))
 
 
 @pytest.mark.parametrize("by_prompt", [True, False])
@@ -276,7 +320,7 @@ def test_the_answers_do_not_depend_on_the_order_of_pairs(shown, example):
 def test_its_circuit_is_the_circuit_of_discover(model, why):
     circuit = circuits.discover(model, CONTRAST)
     pd.testing.assert_frame_equal(circuit.frame, why.circuit.frame)
-    few = explain(model, CONTRAST, n_patched=1, most_nodes=4)
+    few = explain(model, CONTRAST, strong=1.0, most_nodes=4)
     assert len(few.table()) == 4 < len(few.circuit)
     said = f"Of the circuit's {len(few.circuit)} sites, the graph and the table have the 4"
     assert said in " ".join(few.text().split())
@@ -284,17 +328,55 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
     assert "Of the circuit's" not in why.text()
 
 
-def test_it_names_strong_sites_outside_the_circuit(model, why):
-    """A circuit that has to keep little leaves strong sites out."""
-    assert "Not in the circuit" not in why.text()
-    little = explain(model, CONTRAST, **QUICK | {"faithfulness": 0.05})
-    shares = little.attribution.frame.assign(share=little.attribution.frame["score"].abs())
-    outside = shares[~little.circuit.contains(shares)].nlargest(3, "share")
-    assert outside["share"].min() > 0.1
-    said = ", ".join(f"{r.name_}@{r.position} {r.score:.2f}" for r in
-                     outside.rename(columns={"name": "name_"}).itertuples())  # fmt: skip
-    assert f"but with a large share: {said}." in " ".join(little.text().split())
-    assert said in str(little.view())
+def all_effects(model, contrast):
+    """Patch every site in both directions: the shares that it restores and removes, by id."""
+    columns = {}
+    for way, sign in (("denoise", 1), ("noise", -1)):
+        sweep = p.activation_patch(model, contrast, direction=way, work=Work(progress=False))
+        ids = sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
+        columns[way] = (sign * sweep.effect).set_axis(ids)
+    return pd.DataFrame(columns)
+
+
+@pytest.mark.parametrize(
+    ("clean", "corrupted", "answers"),
+    [
+        (CLEAN, CORRUPTED, (" are", " is")),
+        ("The cat behind the doors", "The cats behind the doors", (" is", " are")),
+    ],
+)
+def test_every_strong_site_has_a_row(model, clean, corrupted, answers):
+    """A small circuit leaves strong sites out; the table has all that an exhaustive sweep finds."""
+    contrast = Contrast(clean, corrupted, p.logit_diff(*answers))
+    why = explain(model, contrast, faithfulness=0.05)
+    table, inside = why.table().set_index("id"), set(why.circuit.sites)
+    effects = all_effects(model, contrast)
+    largest = effects.abs().max(axis=1)
+    strong = set(largest.index[largest >= 0.1])
+    assert set(table.index) == strong | inside > inside
+    expected = effects.loc[table.index]
+    np.testing.assert_allclose(table[["denoise", "noise"]], expected, atol=1e-5)
+    signed = expected.to_numpy()[np.arange(len(table)), expected.abs().to_numpy().argmax(axis=1)]
+    groups = np.where(signed > 0, "not needed", "against")
+    groups = np.where(table.index.isin(inside), "circuit", groups)
+    assert table["group"].tolist() == groups.tolist()
+    assert table["group"].map(["circuit", "not needed", "against"].index).is_monotonic_increasing
+    for _, some in table.groupby("group"):
+        assert some[["denoise", "noise"]].abs().max(axis=1).is_monotonic_decreasing
+    outside = table[table["group"] != "circuit"]
+    assert outside["share"].isna().all()
+    assert outside["does"].str.len().min() > 0
+    text, page = why.text(), str(why.view())
+    assert "Strong, but not needed: others carry the same" in text
+    data = json.loads(page.split('id="circuit">')[1].split("</script>")[0])["nodes"]
+    grey = {site for site, on in zip(data["id"], data["outside"], strict=True) if on}
+    assert grey == set(outside.index)
+    rows = dict(zip(data["id"], zip(data["denoise"], data["noise"], strict=True), strict=True))
+    for site, row in table.iterrows():
+        assert rows[site] == pytest.approx((row["denoise"], row["noise"]), rel=1e-3, abs=1e-4)
+    assert why.unpatched < 0.1
+    n = len(why.patches["noise"])
+    assert f"{n} sites were patched one by one, in both directions" in " ".join(text.split())
 
 
 def test_it_warns_if_the_model_gives_another_answer(model):
@@ -348,7 +430,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
     model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
-    why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), n_patched=1)
+    why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), strong=1.0)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
     assert f"<title>{why.title}: logit_diff(7, 8) after " in page
@@ -377,14 +459,14 @@ def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"n_patched": 0}, "got n_patched=0"),
+        ({"strong": 0}, "got strong=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
         ({"resamples": None}, "got resamples=None"),
         ({"contrast": replace(CONTRAST, corrupted="The key")}, "same number of tokens|as many"),
         ({"contrast": replace(CONTRAST, corrupted=None)}, "without corrupted prompts"),
         (
-            {"contrast": CLEAN, "work": Work(batch_size=3), "n_patched": 0},
-            r"(?s)got a str; expected Contrast\(.*does not use batch_size.*got n_patched=0",
+            {"contrast": CLEAN, "work": Work(batch_size=3), "strong": 0},
+            r"(?s)got a str; expected Contrast\(.*does not use batch_size.*got strong=0",
         ),
     ],
 )
@@ -449,7 +531,7 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     nouns = ["key", "car", "door", "dog"]
     clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
     contrast = Contrast(clean, corrupted, CONTRAST.metric)
-    why = explain(model, contrast, n_patched=1, resamples=2)
+    why = explain(model, contrast, strong=1.0, resamples=2)
     stability = why.circuit.stability
     page = str(why.view())
     held_out = stability.held_out["mean"]["faithfulness"]

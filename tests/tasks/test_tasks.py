@@ -171,7 +171,7 @@ def test_pairs_that_do_not_fit_are_dropped_and_counted():
     assert not tasks.ioi(task_tokenizer(), 211).dropped
     with pytest.raises(InputError) as caught:
         tasks.agreement(task_tokenizer({" are"}), 91, structure="simple")
-    assert "got n=91, but only 90 of 20000" in str(caught.value)
+    assert "got n=91, but only 90 different pairs can be used" in str(caught.value)
     assert "were dropped: an answer is not one token after the prompt" in str(caught.value)
 
 
@@ -292,7 +292,7 @@ def test_files_that_make_no_pairs(tmp_path):
     refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
     refused(r"(?s)role 'end'.*word number -1 for the role 'end'", roles={"end": -1})
-    refused("n=1, but only 0 of 1", [row_of("garden door", "key")])
+    refused("n=1, but only 0 different", [row_of("garden door", "key")])
     refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
     refused("expected four names", [row_of("keys", "key")], keys="clean")
     refused("seed=-1", [row_of("keys", "key")], seed=-1)

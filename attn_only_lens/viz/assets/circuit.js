@@ -85,7 +85,8 @@
       const { label, width } = name === undefined ? { label: nodes.label[i], width: nodes.width[i] } : named(name);
       return { key: id, label, name: name ?? nodes.label[i], row: nodes.row[i], column: nodes.column[i], width,
                overhangs: nodes.kind[i] === "metric", members: [i], attribution: nodes.attribution[i],
-               kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null, stability: nodes.stability?.[i] };
+               kind: nodes.kind[i], status: nodes.status ? nodes.status[i] : null, stability: nodes.stability?.[i],
+               outside: nodes.outside?.[i] === true };
     });
     state.groups.forEach((entry, g) => {
       const members = entry.members.map((id) => index.get(id));
@@ -97,7 +98,7 @@
       const { label, width } = named(entry.name);
       items.push({ ...items[head], key: "group " + g, label, name: entry.name, width: width + 6, members, group: entry,
                    attribution: throughGroup(members),
-                   status: null, stability: null, kind: "group" });
+                   status: null, stability: null, outside: false, kind: "group" });
     });
   };
   const position = (i) => (nodes.position[i] === null ? "" : tokens[nodes.position[i]]);
@@ -222,7 +223,7 @@
         });
     });
     groups.order()
-      .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""} ${items[i].stability || ""}`)
+      .attr("class", (i) => `node ${items[i].kind} ${items[i].status || ""} ${items[i].stability || ""} ${items[i].outside ? "outside" : ""}`)
       .attr("data-id", (i) => items[i].key)
       .classed("pinned", (i) => items[i].members.some((m) => pinned.has(nodes.id[m])))
       .classed("chosen", (i) => i === chosen)
@@ -234,7 +235,7 @@
       .attr("rx", (i) => (corner[items[i].kind] ?? 0) + more).attr("transform", (i) => slanted(items[i].kind));
     box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group || groupOf[i] !== null ? "" : "none"));
     box(groups.select(".box"), 0)
-      .style("fill", (i) => (items[i].status ? null : mix(items[i].attribution, scale.node).fill));
+      .style("fill", (i) => (items[i].status || items[i].outside ? null : mix(items[i].attribution, scale.node).fill));
     const isStrong = (i) => !items[i].status && mix(items[i].attribution, scale.node).strong;
     groups.select(".label").text(labelOf).classed("strong", isStrong);
     const ends = (i) => { // of the bar, and the end of the part that is drawn
@@ -635,6 +636,7 @@
     const facts = [["kind", KIND[nodes.kind[i]] || nodes.kind[i]], ["layer", nodes.layer[i]],
                    ["token", where === null ? null : `${tokens[where]}  (${where})`],
                    [measure + (data.corrupted.length ? ", clean run" : ""), nodes.value[i]], ["attribution", nodes.attribution[i]]];
+    if (nodes.denoise && nodes.denoise[i] !== null) facts.push(["restores alone", nodes.denoise[i]], ["removes alone", nodes.noise[i]]);
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
     if (item.stability) facts.push(["inclusion", inclusion(i)]);
@@ -734,6 +736,7 @@
       parts.push(sample("raises the metric", chip("embed", "", mix(0.5, 1).fill, "+")),
                  sample("lowers it", chip("embed", "", mix(-0.5, 1).fill, "−")));
     }
+    if (nodes.outside?.includes(true)) parts.push(sample("outside the circuit", chip("neuron", "outside", null, "")));
     if (is("attention")) parts.push(sample("attention head", chip("attention", "", "none", "")));
     for (const [kind, text] of Object.entries({ neuron: "neuron", feature: "feature of a transcoder", skip: "W_skip", error: "error of a transcoder" }))
       if (is(kind)) parts.push(sample(text, chip(kind, "", "none", "")));
@@ -772,7 +775,8 @@
     const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
       : "+ raises the metric (blue) · − lowers it (red)";
     const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };
-    const text = signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
+    const text = signs + (nodes.outside?.includes(true) ? " · grey: outside the circuit" : "")
+      + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
       + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
       + " · edges: arrow positive, T-bar negative"
       + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("")

@@ -1,0 +1,213 @@
+"""Make many pairs of prompts from one pair, and keep the pairs that a model solves."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from attn_only_lens.arguments import a_type
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
+from attn_only_lens.engine.metrics import as_metric, bind
+from attn_only_lens.engine.recording import run
+from attn_only_lens.errors import InputError
+from attn_only_lens.tasks._custom import RESERVED
+from attn_only_lens.tasks.pairs import NOT_SOLVED, PROBLEM, Filled, Pair, collect, draw
+
+_AT_ONCE = 16  # pairs in one forward pass
+_Words: TypeAlias = str | tuple[str, ...]
+
+
+def from_pair(
+    model: Any,
+    n: int,
+    contrast: Contrast,
+    words: Mapping[_Words, Sequence[_Words]],
+    seed: int = 0,
+) -> Contrast:
+    """Return pairs of prompts made from one pair by swapping words, which the model solves.
+
+    A word is replaced in both prompts and in the answers. Words that change together, such as a
+    noun, its plural and the answers, are a tuple. The pairs have the same tokens' places: a pair is
+    dropped if a word has another number of tokens in its two prompts, or if the model does not
+    prefer the right answer on both (see `solved_by`). `Contrast.dropped` counts them.
+
+    The roles (named positions) are the first word of each tuple, at its last token, if the word or
+    the next word of its tuple is in both prompts; and "end", the last token.
+
+    Args:
+        model: the model that must solve the pairs, with a tokenizer.
+        n: the number of pairs.
+        contrast: a clean text and a corrupted text, and `logit_diff` with two texts as answers.
+        words: for each word, or tuple of words, the words that may take its place. The original
+            words are used, too.
+        seed: decides which pairs are drawn.
+
+    Returns:
+        Distinct pairs of prompts, in random order.
+
+    Raises:
+        InputError: the contrast is not one pair of texts with two answers, a word is in none of
+            them, words have another form, or fewer than n pairs are left. The error lists every
+            reason.
+
+    Example:
+        >>> from attn_only_lens import Contrast, patching as p, pretrained, tasks
+        >>> model = pretrained.small_english()
+        >>> keys = Contrast("The keys near the cabinet", "The key near the cabinet",
+        ...                 p.logit_diff(" are", " is"))
+        >>> pairs = tasks.from_pair(model, 8, keys, {
+        ...     ("keys", "key"): [("letters", "letter"), ("boats", "boat"), ("roads", "road")],
+        ...     "cabinet": ["table", "door", "garden"]})
+        >>> pairs[0]
+        Contrast(pairs: 1 pair; logit_diff of pairs; keys, cabinet, end)
+          'The keys near the garden'
+          'The key near the garden'
+    """
+    reasons = contrast_reasons(contrast)
+    InputError.raise_if(reasons, PROBLEM)
+    texts = [contrast.clean, contrast.corrupted]
+    answers = [row[0] for rows in as_metric(contrast.metric).answers for row in rows]
+    parts = [*texts, *answers]
+    if len(answers) != 2 or not all(isinstance(part, str) for part in parts):
+        expected = "two texts, and logit_diff with two texts as answers"
+        reasons.append(f"got {contrast!r}; expected one pair: {expected}")
+    axes, reasons_of_words = _axes(words, [part for part in parts if isinstance(part, str)])
+    InputError.raise_if([*reasons, *reasons_of_words], PROBLEM)
+
+    def pairs() -> Iterator[Pair]:
+        for choice in draw(seed, *axes.values()):
+            swaps = {
+                old: new
+                for before, after in zip(axes, choice, strict=True)
+                for old, new in zip(before, after, strict=True)
+            }
+            clean, corrupted = (_swapped(text, swaps, axes) for text in texts)
+            right, wrong = (_swapped(answer, swaps, {}).text for answer in answers)
+            yield Pair(*_common_roles(clean, corrupted), (right,), (wrong,))
+
+    def solved(candidates: Contrast) -> list[int]:
+        return _solved(model, candidates)
+
+    tokenizer = getattr(model, "tokenizer", None)
+    return collect("pairs", tokenizer, n, seed, pairs(), solved=solved)
+
+
+def _axes(
+    words: object, texts: Sequence[str]
+) -> tuple[dict[tuple[str, ...], list[tuple[str, ...]]], list[str]]:
+    """Return the words to choose from, as tuples, by the words that they replace; and errors."""
+    if not isinstance(words, Mapping) or not words:
+        return {}, [f"got {a_type(words)} as words; expected a dict from words to lists of words"]
+    axes, reasons = dict[tuple[str, ...], list[tuple[str, ...]]](), list[str]()
+    for key, options in words.items():
+        before = _as_words(key)
+        listed = [] if isinstance(options, str) or not isinstance(options, Sequence) else options
+        after = [_as_words(option) for option in listed]
+        if not before or not after or any(len(some) != len(before) for some in after):
+            reasons.append(
+                f"got {key!r}: {options!r}; expected a word and a list of words, or a tuple of "
+                "words and a list of tuples with as many words"
+            )
+            continue
+        reasons += [
+            f"got {word!r}, which is in none of {', '.join(map(repr, texts))}; expected one of "
+            "their words"
+            for word in before
+            if not any(re.search(_whole(word), text) for text in texts)
+        ]
+        reasons += [
+            f"got {word!r} twice; expected every word once"
+            for other in axes
+            for word in before
+            if word in other
+        ]
+        if before[0] in RESERVED:
+            reasons.append(
+                f"got {before[0]!r} first, which cannot be a role; put another word first"
+            )
+        axes[before] = list(dict.fromkeys([before, *after]))
+    return axes, reasons
+
+
+def _as_words(value: object) -> tuple[str, ...]:
+    """Return a word, or a tuple of words, as a tuple; an empty tuple for other values."""
+    words = (value,) if isinstance(value, str) else value
+    if isinstance(words, tuple) and all(isinstance(word, str) and word.strip() for word in words):
+        return words
+    return ()
+
+
+def _whole(word: str) -> str:
+    return rf"(?<!\w){re.escape(word)}(?!\w)"
+
+
+def _swapped(text: str, swaps: Mapping[str, str], roles: Mapping[tuple[str, ...], Any]) -> Filled:
+    """Replace whole words, all at once, and record where the first words of the roles end."""
+    result, ends, start = "", dict[str, int](), 0
+    longest_first = sorted(swaps, key=len, reverse=True)
+    for match in re.finditer("|".join(map(_whole, longest_first)), text):
+        result += text[start : match.start()] + swaps[match[0]]
+        start = match.end()
+        ends |= {words[0]: len(result) for words in roles if match[0] in words}
+    return Filled(result + text[start:], ends)
+
+
+def _common_roles(clean: Filled, corrupted: Filled) -> tuple[Filled, Filled]:
+    """Keep the roles that both prompts have."""
+    common = clean.ends.keys() & corrupted.ends.keys()
+    return tuple(
+        replace(side, ends={role: end for role, end in side.ends.items() if role in common})
+        for side in (clean, corrupted)
+    )
+
+
+def solved_by(model: Any, contrast: Contrast) -> Contrast:
+    """Return the pairs that a model solves: it prefers the right answer on both prompts.
+
+    The metric, a difference of two answers, is above 0 on the clean prompt and below 0 on the
+    corrupted prompt. A circuit that is found on other pairs explains little about the answers.
+
+    Args:
+        model: the model that must solve the pairs.
+        contrast: pairs of prompts, with `logit_diff` or `probability_diff`.
+
+    Returns:
+        The pairs that are left; `Contrast.dropped` counts the others.
+
+    Raises:
+        InputError: the metric is not a difference of two answers, or no pairs are left.
+
+    Example:
+        >>> from attn_only_lens import Contrast, patching as p, pretrained, tasks
+        >>> clean, corrupted = ["The keys", "The key"], ["The key", "The keys"]
+        >>> pairs = Contrast(clean, corrupted, p.logit_diff([" are"] * 2, [" is"] * 2))
+        >>> tasks.solved_by(pretrained.small_english(), pairs).clean
+        ('The keys',)
+    """
+    reasons = contrast_reasons(contrast)
+    if not reasons and len(as_metric(contrast.metric).answers) != 2:
+        name = as_metric(contrast.metric).name
+        reasons.append(f"got {name}; expected logit_diff or probability_diff")
+    InputError.raise_if(reasons, PROBLEM)
+    left = _solved(model, contrast)
+    if not left:
+        reason = f"got {len(contrast)} pairs, and {NOT_SOLVED} for any of them; expected others"
+        raise InputError([reason], PROBLEM)
+    n_dropped = len(contrast) - len(left)
+    dropped = {**contrast.dropped, NOT_SOLVED: n_dropped} if n_dropped else contrast.dropped
+    return replace(contrast[left], dropped=dropped)
+
+
+@torch.no_grad()
+def _solved(model: Any, contrast: Contrast) -> list[int]:
+    """Return the numbers of the pairs that a model solves."""
+    left = list[int]()
+    for start in range(0, len(contrast), _AT_ONCE):
+        some = contrast[start : start + _AT_ONCE]
+        pair = some.pair(model)
+        metric = bind(some.metric, model, pair)
+        clean, corrupted = (metric.of_run(logits) for logits in run(model, *pair.together).chunk(2))
+        left += [start + i for i in ((clean > 0) & (corrupted < 0)).nonzero()[:, 0].tolist()]
+    return left

@@ -1,0 +1,152 @@
+"""Tests of pairs that are made from one pair, and of the pairs that a model solves."""
+
+import pytest
+import torch
+
+from attn_only_lens import Contrast, pretrained, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
+
+KEYS = Contrast(
+    "The keys near the cabinet", "The key near the cabinet", p.logit_diff(" are", " is")
+)
+NOUNS = ("keys", "key"), [("letters", "letter"), ("boats", "boat"), ("key", "keys")]
+PLACES = "cabinet", ["table", "door", "keys"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return pretrained.small_english()
+
+
+def prefers(model, clean, corrupted, right, wrong):
+    """Run a pair alone, without the package, and compare the two answers on both prompts."""
+    ids = [model.tokenizer(answer)["input_ids"][-1] for answer in (right, wrong)]
+    ends = [model(text, return_type="logits")[0, -1] for text in (clean, corrupted)]
+    return ends[0][ids[0]] > ends[0][ids[1]] and ends[1][ids[0]] < ends[1][ids[1]]
+
+
+@torch.no_grad()
+def test_words_are_swapped_in_both_prompts_and_the_model_solves_all_pairs(model):
+    made = tasks.from_pair(model, 9, KEYS, dict([NOUNS, PLACES]))
+    nouns = {"keys": "key", "letters": "letter", "boats": "boat"}
+    expected = {  # "key" in place of "keys" is a pair that the model does not solve
+        (f"The {plural} near the {place}", f"The {noun} near the {place}")
+        for plural, noun in nouns.items()
+        for place in ("cabinet", "table", "door", "keys")
+        if prefers(
+            model, f"The {plural} near the {place}", f"The {noun} near the {place}", " are", " is"
+        )
+    }
+    pairs = set(zip(made.clean, made.corrupted, strict=True))
+    assert len(pairs) == 9
+    assert pairs <= expected
+    assert made.dropped.keys() <= {"the model does not prefer the right answer on both prompts"}
+    for i, text in enumerate(made.clean):
+        row = model.tokenizer(text)["input_ids"]
+        assert model.tokenizer.decode(row[made.roles["keys"][i]]).strip() == text.split()[1]
+        assert model.tokenizer.decode(row[made.roles["cabinet"][i]]).strip() == text.split()[-1]
+    assert made.clean == tasks.from_pair(model, 9, KEYS, dict([NOUNS, PLACES])).clean
+    assert made.clean != tasks.from_pair(model, 9, KEYS, dict([NOUNS, PLACES]), seed=1).clean
+
+
+def test_answers_are_swapped_with_the_words(model):
+    words = {("keys", "key", " are", " is"): [("boats", "boat", " were", " was")]}
+    made = tasks.from_pair(model, 2, KEYS, words)
+    answers = {
+        text.split()[1]: [model.tokenizer.decode(rows[i]) for rows in (made.answers, made.wrong)]
+        for i, text in enumerate(made.clean)
+    }
+    assert answers == {"keys": [" are", " is"], "boats": [" were", " was"]}
+
+
+def test_pairs_that_cannot_be_made(model):
+    words = dict([NOUNS])
+    tokens = Contrast(torch.tensor([3, 5]), torch.tensor([7, 5]), p.logit_diff(1, 2))
+    for given, reasons in (
+        ((model, 99, KEYS, words), ["got n=99, but only 3 different pairs", "1 were dropped: the"]),
+        ((model, 0, KEYS, words), ["got n=0"]),
+        ((model, 3, KEYS.clean, words), ["got a str; expected Contrast"]),
+        ((model, 3, tokens, words), ["expected one pair: two texts, and logit_diff"]),
+        ((model, 3, tasks.agreement(model.tokenizer, 3), words), ["expected one pair"]),
+        ((model, 3, KEYS, {}), ["expected a dict from words to lists of words"]),
+        (
+            (model, 3, KEYS, {"cat": ["dog"], "cabinet": "table", "near": []}),
+            [
+                "'cat', which is in none",
+                "got 'cabinet': 'table'; expected a word and",
+                "got 'near': []",
+            ],
+        ),
+        ((model, 3, KEYS, {("keys", "key"): ["boats"]}), ["a list of tuples with as many words"]),
+        ((model, 3, KEYS, {"key": ["boat"], ("keys", "key"): [("a", "b")]}), ["got 'key' twice"]),
+        ((model, 3, KEYS, {"ke": ["bo"]}), ["got 'ke', which is in none"]),
+    ):
+        with pytest.raises(InputError) as caught:
+            tasks.from_pair(*given)
+        assert all(reason in str(caught.value) for reason in reasons), str(caught.value)
+
+
+def test_a_model_without_a_tokenizer_makes_no_pairs():
+    with pytest.raises(InputError, match="got a NoneType; expected a Hugging Face tokenizer"):
+        tasks.from_pair(pretrained.modular_addition(), 3, KEYS, dict([NOUNS]))
+
+
+@torch.no_grad()
+def test_the_pairs_that_a_model_solves(model):
+    made = tasks.agreement(model.tokenizer, 53, seed=3)
+    swapped = Contrast(  # the model prefers the wrong answer on every third pair
+        [made.corrupted[i] if i % 3 == 0 else text for i, text in enumerate(made.clean)],
+        [made.clean[i] if i % 3 == 0 else text for i, text in enumerate(made.corrupted)],
+        made.metric,
+        roles=made.roles,
+    )
+    left = tasks.solved_by(model, swapped)
+    texts = [
+        (
+            clean,
+            corrupted,
+            *(model.tokenizer.decode(rows[i]) for rows in (made.answers, made.wrong)),
+        )
+        for i, (clean, corrupted) in enumerate(zip(swapped.clean, swapped.corrupted, strict=True))
+    ]
+    expected = [pair for pair in texts if prefers(model, *pair)]
+    assert 0 < len(expected) < 53
+    assert list(zip(left.clean, left.corrupted, strict=True)) == [pair[:2] for pair in expected]
+    assert list(left.dropped.values()) == [53 - len(expected)]
+    for i, text in enumerate(left.clean):
+        assert left.roles["subject"][i] == made.roles["subject"][swapped.clean.index(text)]
+    with pytest.raises(InputError, match="got 18 pairs, and the model does not prefer"):
+        tasks.solved_by(model, swapped[::3])
+    with pytest.raises(InputError, match="got loss; expected logit_diff"):
+        tasks.solved_by(model, Contrast("a", "b", p.loss()))
+
+
+def test_some_pairs_of_a_contrast(model):
+    made = tasks.agreement(model.tokenizer, 7, seed=3)
+    for chosen, numbers in (
+        (slice(2), [0, 1]),
+        (slice(None, None, -3), [6, 3, 0]),
+        ([5, -6], [5, 1]),
+    ):
+        some = made[chosen]
+        assert some.clean == tuple(made.clean[i] for i in numbers)
+        assert some.corrupted == tuple(made.corrupted[i] for i in numbers)
+        assert some.roles["subject"] == tuple(made.roles["subject"][i] for i in numbers)
+        assert some.answers == tuple(made.answers[i] for i in numbers)
+        assert some.metric.name == made.metric.name
+    assert [pair.clean for pair in made] == [(text,) for text in made.clean]
+    rows = torch.arange(15).reshape(5, 3)
+    mask = torch.ones(5, 3)
+    tokens = Contrast(rows, rows + 1, p.logit_diff(1, 2), mask=mask, roles={"end": -1})[1:3]
+    assert torch.equal(tokens.clean, rows[1:3])
+    assert torch.equal(tokens.mask, mask[1:3])
+    assert tokens.roles == {"end": -1}
+    assert tokens.metric.name == "logit_diff(1, 2)"
+    single = Contrast(rows[0], rows[1], p.logit_diff(1, 2))
+    assert torch.equal(single[0].clean, rows[0])
+    for wrong in (slice(0, 0), [7], 3.5, True, "a"):
+        with pytest.raises(InputError, match="this is no contrast"):
+            made[wrong]
+    with pytest.raises(InputError, match="got <lambda>, your own function; expected logit_diff"):
+        Contrast(rows, rows + 1, lambda logits: logits[:, -1, 0])[:2]
