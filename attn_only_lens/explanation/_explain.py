@@ -102,10 +102,11 @@ def explain(
         graph = attribution_graph(model, contrast, sites=circuit)
         graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
         candidates, unpatched = may_be_strong(model, contrast, sites, whole, strong, quiet)
-        patched = Sites(list(dict.fromkeys([*graph.heads["id"], *candidates])))
+        ids = list(dict.fromkeys([*graph.heads["id"].astype(str), *candidates]))
+        patched = Sites(ids)
         if graph.roles:  # all roles together, because each token belongs to one of them
-            heads = dict.fromkeys(site.partition("@")[0] for site in map(str, patched.heads))
-            patched = Sites(list(heads), circuit.candidates.positions)
+            heads = list(dict.fromkeys(site.partition("@")[0] for site in ids))
+            patched = Sites(heads, circuit.candidates.positions)
         patches = {
             direction: activation_patch(
                 *(model, contrast), sites=patched, direction=direction, work=quiet
