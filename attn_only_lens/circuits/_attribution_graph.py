@@ -24,7 +24,6 @@ import pandas as pd
 import torch
 
 from attn_only_lens.arguments import POSITIVE, as_plain
-from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
@@ -37,7 +36,7 @@ from attn_only_lens.engine.metrics import no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import is_by_role, unlike_tokens
+from attn_only_lens.engine.positions import each_in_turn, is_by_role, length_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, SomeSites
@@ -130,11 +129,10 @@ def attribution_graph(
     if circuit is not None and as_plain(positions) == "each":
         of_circuit = circuit.candidates.positions
         positions = cast("tuple[str, ...]", of_circuit) if is_by_role(of_circuit) else positions
-    by_role = is_by_role(positions)
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     reasons += (no_contrast := contrast_reasons(contrast, both=False))
     reasons += POSITIVE.reasons(max_edges=max_edges)
-    if not by_role and as_plain(positions) != "each":
+    if not (by_role := is_by_role(positions)) and as_plain(positions) != "each":
         reasons.append(f"got positions={positions!r}; expected 'each', 'roles' or names of roles")
     if not no_contrast and contrast.corrupted is None:
         reasons += one_run_reasons(contrast.metric)
@@ -148,9 +146,9 @@ def attribution_graph(
         reasons.append(f"got top={top}, mass={mass}, sites={given}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
     one_run, pair, metric = contrast.corrupted is None, contrast.pair(model), contrast.metric
-    if not by_role and (reason := unlike_tokens(model, pair)):
-        reason += f"; {'expected prompts of the same length' if one_run else ALIKE}"
-        raise InputError([reason], _PROBLEM)
+    if not by_role:
+        InputError.raise_if(length_reasons(pair, only_columns=True) if one_run else [], _PROBLEM)
+        by_role = is_by_role(positions := each_in_turn(pair))
     if top is None and mass is None:
         top = _TOP["run" if one_run else "difference"]
     with float32_runs(model, pair) if one_run else float32_slopes(model, pair, metric):

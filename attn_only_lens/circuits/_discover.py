@@ -32,6 +32,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.positions import each_in_turn
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
@@ -73,7 +74,7 @@ def discover(
             (`analyses/results/contrast_vs_patching.md`).
         sites: the heads to choose from, and their positions; see `Sites`. Other heads are never
             ablated. By role, a site is a head at a role's token, and tokens without a role are
-            never ablated. Prompts may differ in length only by role or with positions "all".
+            never ablated. In prompts of different lengths, "each" is all roles.
         search: how a circuit is searched for, and compared with random circuits; see `Search`.
         work: how the search is run; see `Work`, without its batch size and folder. With fewer than
             all `prompts_at_once`, each evaluation records the runs again. A progress bar counts the
@@ -106,9 +107,11 @@ def discover(
     n_prompts, resamples = len(pair.clean), search.resamples
     if resamples:
         require_resamples(n_prompts, metric)
-    checked_places(model, pair, site_rows(site_groups(model, pair, sites, "z")))
+    if sites.positions == "each" and sites.split() is None:
+        sites = replace(sites, positions=each_in_turn(pair))
+    places = checked_places(pair, site_rows(site_groups(model, pair, sites, "z")))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
-        sites = replace(sites, positions=list(contrast.roles))
+        sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
     with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress) as bar:
         ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)

@@ -137,7 +137,7 @@ def group_nodes(
     """
     reasons = _reasons(graph, similarity, tolerance, examples) + contrast_reasons(contrast)
     InputError.raise_if(reasons, _PROBLEM)
-    pair, positions = contrast.pair(model), _positions_of(graph)
+    pair, positions = contrast.pair(model), graph.roles or "each"
     _require_same_contrast(graph, model, pair, contrast, positions)
     candidates, ablation = Sites(positions=positions), _ABLATION
     if graph.circuit is not None:  # all other sites stay as they are
@@ -203,12 +203,6 @@ def _reasons(graph: object, similarity: object, tolerance: object, examples: Any
     if examples is not None and not columns <= set(getattr(examples, "columns", ())):
         reasons.append("got invalid examples; expected the result of neurons.top_examples")
     return reasons
-
-
-def _positions_of(graph: CircuitGraph) -> str | tuple[str, ...]:
-    """Return "each", or the names of the roles at which a graph by role has nodes."""
-    by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
-    return graph.tokens[0] if by_role else "each"
 
 
 def _require_same_contrast(

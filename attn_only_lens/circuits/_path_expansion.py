@@ -49,7 +49,7 @@ from attn_only_lens.engine.metrics import (
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
-from attn_only_lens.engine.positions import unlike_tokens
+from attn_only_lens.engine.positions import length_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -125,9 +125,7 @@ class PathExpansion:
         """
         reasons, model = POSITIVE.reasons(k=k), self._run.model
         reasons += work_reasons(work, "prompts_at_once", "resume")
-        if reason := unlike_tokens(model, self._pair):
-            reasons.append(f"{reason}; expected prompts of the same length")
-        InputError.raise_if(reasons, _PROBLEM)
+        InputError.raise_if(reasons + length_reasons(self._pair, only_columns=True), _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
             bound = self._bound()
             linear = of_held_run(self._run, bound, patterns=False)

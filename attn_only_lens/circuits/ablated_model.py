@@ -25,7 +25,6 @@ first order, g · (z - ablated z) to the error.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import combinations
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -41,7 +40,11 @@ from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.positions import PositionSet, resolve_positions, unlike_tokens
+from attn_only_lens.engine.positions import (
+    PositionSet,
+    length_reasons,
+    resolve_positions,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
@@ -62,8 +65,6 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
-ALIKE = "expected prompts of the same length, or positions by role, such as 'roles' or 'end'"
-"""What functions that pool prompts by position expect."""
 
 
 class AblatedModel:
@@ -90,7 +91,7 @@ class AblatedModel:
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
-        roles = checked_places(model, pair, sites)
+        roles = checked_places(pair, sites)
         groups = resolve_sites(model, list(sites["name"].unique()))
         runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
         self.sites = sites
@@ -265,6 +266,7 @@ def ablated_run(
     if ablation == "resample":
         return corrupted
     if ablation == "positional_mean":
+        InputError.raise_if([] if roles else length_reasons(pair), _PROBLEM)
         return _positional_means(clean, roles or resolve_positions(pair, "each"))
     return ablate(clean, clean, ablation, pair.real)
 
@@ -285,7 +287,7 @@ def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recordin
     return replace(run, neurons=neurons, hooked=hooked)
 
 
-def checked_places(model: Any, pair: PromptPair, sites: pd.DataFrame) -> tuple[PositionSet, ...]:
+def checked_places(pair: PromptPair, sites: pd.DataFrame) -> tuple[PositionSet, ...]:
     """Return the sites' roles; raise an error if sites have no clear place in each prompt."""
     labels = sites["position"].unique().tolist()
     reasons = _reasons_against_sites(sites, pair.clean.shape[1])
@@ -293,15 +295,8 @@ def checked_places(model: Any, pair: PromptPair, sites: pd.DataFrame) -> tuple[P
     if names := [label for label in labels if isinstance(label, str) and label != "all"]:
         with InputError.collected(reasons):
             roles = resolve_positions(pair, names)
-    reasons += [
-        f"got {first.label!r} and {second.label!r} at the same token of prompt "
-        f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected a different "
-        f"token for each role: leave the role {first.label!r} out of positions"
-        for first, second in combinations(roles, 2)
-        if (first.chosen & second.chosen).any()
-    ]
-    if reason := unlike_tokens(model, pair, [PositionSet(x, pair.real) for x in labels]):
-        reasons.append(f"{reason}; {ALIKE}")
+    if not all(isinstance(label, str) for label in labels):
+        reasons += length_reasons(pair)
     InputError.raise_if(reasons, _PROBLEM)
     return roles
 

@@ -182,6 +182,11 @@ class CircuitGraph:
         return weights.groupby(of_kind["target"], observed=True).sum()
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles at which the nodes are, in order; () if the nodes are at positions."""
+        return self.tokens[0] if "error" in self.nodes else ()
+
+    @property
     def heads(self) -> pd.DataFrame:
         """The rows of `nodes` for attention heads, neurons, features, and skip and error nodes."""
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]

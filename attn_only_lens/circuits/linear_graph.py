@@ -46,17 +46,15 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, positions: Positions = "each") -> "Places":
-        """Return the places in the prompts; if a token has several roles, only the first counts."""
+        """Return the places in the prompts."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if not is_by_role(positions):
             real = pair.real.any(dim=0).nonzero().flatten()
             return cls([str(pos) for pos in columns.tolist()], real.tolist())
-        taken, ordered = torch.zeros_like(pair.real), list[tuple[float, str, Tensor]]()
+        ordered, from_end = list[tuple[float, str, Tensor]](), columns - pair.last[:, None]
         for role in resolve_positions(pair, positions):
-            chosen = role.chosen & ~taken
-            if chosen.any():
-                ordered.append((float((chosen * columns).sum()), str(role.label), chosen.cpu()))
-            taken |= chosen
+            place = float(from_end[role.chosen].double().mean())
+            ordered.append((place, str(role.label), role.chosen.cpu()))
         ordered.sort(key=lambda role: role[0])
         names = [name for _, name, _ in ordered]
         return cls(names, list(range(len(names))), torch.stack([x for *_, x in ordered]))
@@ -69,6 +67,11 @@ class Places:
         if self.chosen is None:
             return numbers
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
+
+    def means(self, by_position: Float[Tensor, "batch pos node"]) -> Float[Tensor, "place node"]:
+        """Return means over the prompts that have a token at the place."""
+        n_prompts = len(by_position) if self.chosen is None else self.chosen.any(2).sum(1)[:, None]
+        return self.sums(by_position).sum(0) / n_prompts
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
         """Return nodes as (position, index) pairs; a role becomes its positions in all prompts."""
@@ -155,7 +158,7 @@ def node_frame(
 
     embedding = linear.run.embedding
     along = (linear.first.to(embedding) * embedding).sum(-1, keepdim=True)
-    lengths = places.sums(embedding.norm(dim=-1, keepdim=True)).mean(0)[:, 0]
+    lengths = places.means(embedding.norm(dim=-1, keepdim=True))[:, 0]
     by_place = places.sums(along)[:, places.real, 0]
     names = ["embed"] * len(places.real)
     add(("embed", None), names, places.real, lengths[places.real], by_place)
@@ -171,7 +174,7 @@ def node_frame(
             slopes = multipliers[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
-        means = places.sums(values).mean(0)[some, heads]
+        means = places.means(values)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
     if places.chosen is not None:  # tokens without a role
         rest += float(along.cpu().double().sum() - by_place.sum())

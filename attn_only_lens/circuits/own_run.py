@@ -43,7 +43,7 @@ def held_outside(model: Any, pair: PromptPair, circuit: Circuit) -> dict[str, He
     """
     sites, rows = members(model, pair, circuit, "this circuit has no run on these prompts")
     clean, corrupted = run_both(model, pair).recordings()
-    roles = checked_places(model, pair, sites)
+    roles = checked_places(pair, sites)
     source = ablated_run(clean, corrupted, circuit.ablation, pair, roles)
     kept = np.isin(np.arange(len(sites)), rows)[None]
     return {
@@ -118,7 +118,7 @@ def reasons_of_another_run(
         of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.index]
         sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
         index = places.names.index(place)
-        values.append(float(places.sums(sizes.unsqueeze(-1))[:, index].mean()))
+        values.append(float(places.means(sizes.unsqueeze(-1))[index, 0]))
     expected = heads["value"].to_numpy()
     # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
     dtype = next(model.parameters()).dtype

@@ -381,7 +381,7 @@ def of_held_run(recorded: HeldRun, metric: BoundMetric, *, patterns: bool = True
 @torch.no_grad()
 @full_precision()
 def direct_logits(
-    model: Any, runs: BothRuns, nodes: Sequence[tuple[HeadName, int]], prompt: int = 0
+    model: Any, runs: BothRuns, nodes: Sequence[tuple[HeadName, int]], prompts: Sequence[int]
 ) -> Float[Tensor, "node d_vocab"]:
     """Return what the change of each node's output between two runs adds to the logits directly.
 
@@ -393,7 +393,7 @@ def direct_logits(
         model: a model with neuron-heads.
         runs: the two runs with their writes; see `run_both`.
         nodes: the nodes.
-        prompt: the index of the pair of prompts.
+        prompts: the index of each node's pair of prompts.
     """
     both, written, differences = runs.decomposition, list[Tensor](), dict[Any, SublayerWrites]()
     assert both is not None
@@ -409,7 +409,7 @@ def direct_logits(
         return runs.logits.new_zeros(0, runs.logits.shape[-1])
     final, dtype = SecantNorm.between(both.final), next(model.unembed.parameters()).dtype
     normed = final.at(places.to(final.scale.device)).change(torch.cat(written, 1))
-    normed = normed[prompt, :, None].to(dtype)
+    normed = normed[list(prompts), list(range(len(nodes)))].unsqueeze(1).to(dtype)
     bias = model.unembed(torch.zeros_like(normed[:1]))
     return ((both.logit_factor or 1.0) * (model.unembed(normed) - bias))[:, 0]
 

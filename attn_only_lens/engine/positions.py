@@ -5,9 +5,16 @@ count from the end: -1 is the last non-padding token of each prompt. `"each"` an
 padding. A role of the contrast names one position in each prompt, as in `{"subject": [2, 4], "end":
 -1}`, counted without padding, from the start or, if negative, from the end; `"roles"` is all roles.
 
-In prompts of different lengths, a number from 0 means unlike tokens in different prompts, and which
-tokens depends on the side of the padding. For such prompts, rows that are means over prompts give a
-warning (`warn_of_unlike_tokens`), and circuits and graphs raise an error.
+In prompts of different lengths, one column has unlike tokens in different prompts, and which tokens
+depends on the side of the padding. There, `"each"` is all roles of the contrast in explanations,
+circuits and graphs of circuits (`each_in_turn`), and without roles, `"each"` and numbers from 0
+raise an error before the first run. Counting from the end would also align some tokens, but the
+tokens before the prompts' common end would silently have no site. The rows of a sweep do not depend
+on each other, so a sweep only warns of rows that are means over unlike tokens.
+
+A token is one site. If a token has several of the roles that are asked for, it belongs to the last
+of them, in the order of the contrast's roles; the others have no token in that prompt. `"roles"`
+leaves out a role that has no token in any prompt.
 """
 
 import sys
@@ -31,7 +38,6 @@ WORDS = ("each", "all", "roles")
 """Words for positions; no role may have one of these names."""
 _PROBLEM = "these positions cannot be patched"
 _WITHOUT = "positions that are 'each', 'all' or numbers"
-_ANOTHER = "the same position holds different words in them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +82,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         return _by_role(pair, wanted)
     if not isinstance(wanted, list | tuple | range) or not wanted:
         raise InputError([f"got positions={positions!r}; {expected}"], _PROBLEM)
-    reasons: list[str] = []
-    sets: list[PositionSet] = []
+    reasons, sets = list[str](), list[PositionSet]()
     for pos in wanted:
         if not is_count(pos, -n_pos, n_pos - 1):
             reasons.append(f"got {pos!r}; {expected}")
@@ -97,6 +102,39 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         sets.append(PositionSet(pos, at_position))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
+
+
+def each_in_turn(pair: PromptPair) -> str:
+    """Return "roles" in place of "each" if the prompts differ in length; otherwise "each".
+
+    Raises:
+        InputError: the prompts differ in length, and the contrast has no roles.
+    """
+    reasons = length_reasons(pair)
+    if pair.roles and reasons:
+        return "roles"
+    InputError.raise_if(reasons, _PROBLEM)
+    return "each"
+
+
+def length_reasons(pair: PromptPair, *, only_columns: bool = False) -> list[str]:
+    """Return a reason if columns have unlike tokens, because prompts differ in their padding.
+
+    With `only_columns`, the analysis has no roles.
+    """
+    real, lengths = pair.real, pair.real.sum(dim=1).tolist()
+    if (real == real[:1]).all():
+        return []
+    other = int((real != real[:1]).any(dim=1).int().argmax())  # the first with other padding
+    roles = "roles: Contrast(…, roles={'subject': [2, 4], 'end': -1})"
+    if pair.roles:
+        roles = f"the contrast's roles: {', '.join(map(str, pair.roles))}"
+    return [
+        f"prompt 0 has {lengths[0]} tokens, and prompt {other} has {lengths[other]}, so the same "
+        "position holds different words in them; expected prompts of the same length"
+        + f", positions 'all', or {roles}"
+        * (not only_columns)
+    ]
 
 
 def is_by_role(positions: Positions) -> bool:
@@ -164,24 +202,41 @@ def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet
         columns = torch.where(columns < 0, columns, columns - lengths)  # count from the end
         sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
-    return tuple(sets)
+    return _disjoint(pair, sets, keep_empty=names is not None)
 
 
-def unlike_tokens(
-    model: Any, pair: PromptPair, sets: Sequence[PositionSet] | None = None, default: str = _ANOTHER
-) -> str:
-    """Return a reason if numbers as positions pool prompts with different padding, otherwise "".
+def _disjoint(
+    pair: PromptPair, sets: Sequence[PositionSet], *, keep_empty: bool
+) -> tuple[PositionSet, ...]:
+    """Let each token belong to the last of its roles, in the order of the contrast's roles.
 
-    `sets` are the sets of positions; None stands for every position. If the tokens at these
-    positions are the same in all prompts, the reason is `default`.
+    A role whose tokens all belong to later roles is an error if `keep_empty`, because it was asked
+    for by name, unless the pair holds only some of the prompts. Otherwise, it is left out.
     """
-    real, lengths = pair.real, pair.real.sum(dim=1)
-    sets = resolve_positions(pair, "each") if sets is None else sets
+    taken, of_role = torch.zeros_like(pair.real), dict[int | str, PositionSet]()
+    order = list(pair.roles)
+    for role in sorted(sets, key=lambda role: order.index(str(role.label)), reverse=True):
+        of_role[role.label] = PositionSet(role.label, role.chosen & ~taken)
+        taken |= role.chosen
+    empty = [role.label for role in sets if not of_role[role.label].chosen.any()]
+    if empty and keep_empty and pair.among is None:
+        shared = ", ".join(map(repr, empty))
+        reason = f"got {shared}, whose tokens all have later roles, too; expected positions without"
+        raise InputError([f"{reason} {shared}, or alone"], _PROBLEM)
+    return tuple(of_role[role.label] for role in sets if keep_empty or role.label not in empty)
+
+
+def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionSet]) -> None:
+    """Warn if rows for numbered positions are means over unlike tokens."""
     columns = sorted({x.column for x in sets if x.column is not None})
-    if not columns or (real == real[:1]).all():
-        return ""
-    example = _unlike(model, pair, columns) or default
-    return example and f"the prompts have {lengths.min()} to {lengths.max()} tokens: {example}"
+    if length_reasons(pair) and (example := _unlike(model, pair, columns)):
+        problem = (
+            "rows are means over unlike tokens; give positions by role, such as 'end', or "
+            "per_prompt=True"
+        )
+        lengths = pair.real.sum(dim=1)
+        reason = f"the prompts have {lengths.min()} to {lengths.max()} tokens: {example}"
+        warn({"unlike tokens": reason}, problem)
 
 
 def _unlike(model: Any, pair: PromptPair, columns: Sequence[int]) -> str:
@@ -197,16 +252,6 @@ def _unlike(model: Any, pair: PromptPair, columns: Sequence[int]) -> str:
                 *(column, texts[0], prompts[0], texts[1], prompts[1])
             )
     return ""
-
-
-def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionSet]) -> None:
-    """Warn if rows for numbered positions are means over unlike tokens."""
-    if reason := unlike_tokens(model, pair, sets, default=""):
-        problem = (
-            "rows are means over unlike tokens; give positions by role, such as 'end', or "
-            "per_prompt=True"
-        )
-        warn({"unlike tokens": reason}, problem)
 
 
 def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:

@@ -6,19 +6,23 @@ each other and the metric. The circuit's sites, and all others whose effect may 
 several estimates, are also patched one by one, which gives their exact effects.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from attn_only_lens.arguments import POSITIVE, SHARE
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
+from attn_only_lens.circuits._evaluate import evaluate
 from attn_only_lens.circuits.search import Search
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import unlike_tokens
+from attn_only_lens.engine.positions import PositionSet, each_in_turn, resolve_positions
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.explanation import Explanation
 from attn_only_lens.explanation.node_descriptions import describe_nodes
@@ -48,14 +52,17 @@ def explain(
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
-    A site is a head or neuron at one position. To choose positions or roles, use `discover` and
-    `attribution_graph` instead. The circuit is found by `discover`, with its default search method.
+    A site is a head or neuron at one position. If several pairs of prompts have roles, it is a head
+    or neuron at a role, and tokens without a role stay as in the clean run. To choose positions or
+    roles, use `discover` and `attribution_graph` instead. The circuit is found by `discover`, with
+    its default search method.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        contrast: the two runs and the metric; see `Contrast`. Prompts must have the same length.
-        held_out: more pairs, which are not used to find the circuit, but to say what it keeps there.
-            They have the same roles or, without roles, the same length.
+        contrast: the two runs and the metric; see `Contrast`. Without roles, prompts must have
+            the same length.
+        held_out: more pairs, which are not used to find the circuit, but to say what it keeps
+            there. They have the same roles or, without roles, the same length.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
         most_nodes: the largest number of sites in the graph; sites with the largest shares are
             kept, and the others are summed into one node, "rest".
@@ -66,7 +73,8 @@ def explain(
         work: how the search is run; see `discover`.
 
     Raises:
-        InputError: with every reason: invalid numbers or contrast.
+        InputError: with every reason: invalid numbers or contrast; before anything is run,
+            prompts of different lengths without roles.
         UnsupportedModelError: the model has an operation without a secant rule
             (`engine/secants.py`).
 
@@ -85,28 +93,57 @@ def explain(
         search = Search(resamples=resamples)
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
-    if reason := unlike_tokens(model, pair):
-        reason += "; expected prompts of the same length, or discover(…) with sites by role"
-        raise InputError([reason], _PROBLEM)
+    with InputError.collected(reasons):
+        by_role = contrast.roles and len(contrast) > 1
+        sites = Sites(positions="roles" if by_role else each_in_turn(pair))
+        places = resolve_positions(pair, sites.positions)
+        if held_out is not None:
+            reasons += _reasons_against(held_out, model, pair, places)
+    InputError.raise_if(reasons, _PROBLEM)
     with float32_slopes(model, pair, metric):
         run_both(model, pair, decomposed=True)  # kept for the steps below
         estimate = Estimate("secant", budget=0, split=True)
-        whole = attribution(model, contrast, method=estimate, work=quiet)
-        circuit = discover(model, contrast, faithfulness=faithfulness, search=search, work=work)
+        whole = attribution(model, contrast, sites=sites, method=estimate, work=quiet)
+        circuit = discover(
+            *(model, contrast), faithfulness=faithfulness, sites=sites, search=search, work=work
+        )
+        held = None if held_out is None else evaluate(model, circuit, held_out)
         graph = attribution_graph(model, contrast, sites=circuit)
         graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
-        candidates, unpatched = may_be_strong(model, contrast, whole, strong, quiet)
-        sites = list(dict.fromkeys([*graph.heads["id"], *candidates]))
+        candidates, unpatched = may_be_strong(model, contrast, sites, whole, strong, quiet)
+        ids = list(dict.fromkeys([*graph.heads["id"].astype(str), *candidates]))
+        patched = Sites(ids)
+        if graph.roles:  # all roles together, because each token belongs to one of them
+            heads = list(dict.fromkeys(site.partition("@")[0] for site in ids))
+            patched = Sites(heads, circuit.candidates.positions)
         patches = {
             direction: activation_patch(
-                *(model, contrast), sites=sites, direction=direction, work=quiet
+                *(model, contrast), sites=patched, direction=direction, work=quiet
             )
             for direction in ("denoise", "noise")
         }
         largest = single_effects(patches).abs().max(axis=1).drop(graph.heads["id"])
         outside = largest[largest >= strong] * (whole.clean_value - whole.corrupted_value)
-        answers, does, labels, shown = describe_nodes(model, pair, metric, graph, outside)
+        answers, does, labels, shown = describe_nodes(model, pair, metric, graph, outside, places)
         return Explanation(
             *(whole, circuit, graph, patches, answers, does, labels, shown, model, contrast),
-            *(strong, unpatched),
+            *(strong, unpatched, held),
         )
+
+
+def _reasons_against(
+    held_out: Contrast, model: Any, pair: PromptPair, places: Sequence[PositionSet]
+) -> list[str]:
+    """Return every reason why a circuit with sites at these places has no run on held-out pairs."""
+    reasons = contrast_reasons(held_out)
+    if not reasons:
+        with InputError.collected(reasons):
+            other, names = held_out.pair(model), [place.label for place in places]
+            lacking = [name for name in names if isinstance(name, str) and name not in other.roles]
+            lengths, expected = (side.real.sum(dim=1).unique().tolist() for side in (other, pair))
+            if lacking:
+                reasons.append(f"the contrast lacks roles: {', '.join(lacking)}")
+            elif isinstance(names[0], int) and lengths != expected:
+                listed = " and ".join(map(str, lengths))
+                reasons.append(f"got prompts of {listed} tokens; expected {expected[0]}")
+    return [f"held_out: {reason}" for reason in reasons]

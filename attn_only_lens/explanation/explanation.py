@@ -55,6 +55,11 @@ _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
     "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
 )
+_BY_ROLE = (
+    " A site is a head or a neuron at a role. Ranks are medians, and probabilities, gates and "
+    "outputs are means, over {} prompts; tokens and attention are of prompt {}, counted from 0, "
+    "which adds most to the difference, or of the first prompt with a token of the role."
+)
 _FILES = (
     *("explanation.csv", "contrast.json", "circuit.json", "graph.json"),
     *("attribution.parquet", "page.html"),
@@ -222,8 +227,7 @@ class Explanation:
         rows["by_pattern"] = (through / self.graph.value).reindex(nodes.index, fill_value=0.0)
         rows["by_value"] = rows["share"] - rows["by_pattern"]
         rows["id"], rows["does"] = rows.index, rows.index.map(self.does).fillna("")
-        places = rows["id"].str.partition("@")[2].astype(int)
-        rows["token"] = places.map(dict(enumerate(self.graph.tokens[self.shown])))
+        rows["token"] = [self._token(site.partition("@")[2]) for site in rows["id"]]
         parts = rows[["share", "denoise", "noise"]]
         signs = np.sign(parts.where(parts.abs() >= _LEAST))
         rows["disputed"] = (signs["share"] == -signs["denoise"]) & (
@@ -236,6 +240,13 @@ class Explanation:
         groups = rows["group"].map(list(_GROUPS).index)
         order = np.lexsort((np.arange(len(rows)), -strength, groups))
         return rows.iloc[order][list(_COLUMNS)].reset_index(drop=True)
+
+    def _token(self, place: str) -> str:
+        """Return the shown clean prompt's token at a place; "" if it has no token of this role."""
+        tokens = self.attribution.tokens
+        if not self.graph.roles:
+            return self.graph.tokens[self.shown][int(place)]
+        return "" if tokens is None else tokens.clean_text(place, [self.shown])
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
         """Write the page that `view` returns to a file, and return the file's path."""
@@ -260,6 +271,7 @@ class Explanation:
                 names[row["id"]] = label + ", sign disputed" * row["disputed"]
             else:
                 names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
+        by_role = bool(self.graph.roles)  # one token in each prompt, so there are no patterns
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -282,11 +294,12 @@ class Explanation:
         ]
         if (tokens := self.attribution.tokens) is not None:
             notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
+            if by_role:
+                notes.insert(0, f"Clean prompt {self.shown}: {joined(tokens.clean[self.shown])}")
         return circuit_view(
             self.graph,
-            self.model,
-            self.contrast,
-            prompt=self.shown,
+            *(None, None) if by_role else (self.model, self.contrast),
+            prompt=0 if by_role else self.shown,
             overlays=Overlays(
                 *(self.patches["noise"], examples, circuit.stability),
                 alone=table[["id", "denoise", "noise"]],
@@ -336,7 +349,7 @@ class Explanation:
                 lines.append(more)
         lines += ["", *(fill(text, 80) for text in self._selection)]
         meanings = _MEANINGS + f" !: {_DISPUTED}." * bool(disputed.any())
-        meanings += _OF_SEVERAL.format(n, self.shown) * (n > 1)
+        meanings += (_BY_ROLE if self.graph.roles else _OF_SEVERAL).format(n, self.shown) * (n > 1)
         return "\n".join(
             [
                 fill(

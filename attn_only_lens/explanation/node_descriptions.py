@@ -1,6 +1,6 @@
 """Describe what the nodes of a graph read and write, and label them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from attn_only_lens.circuits.own_run import graph_runs, own_run
 from attn_only_lens.engine.linear_map import direct_logits
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
 from attn_only_lens.engine.multipliers import BothRuns, metric_multiplier, run_both
+from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import is_readable, token_text
 from attn_only_lens.explanation.model_answers import model_answers, tokens_of_answers
@@ -40,7 +41,12 @@ _WIDE = {
 
 @torch.no_grad()
 def describe_nodes(
-    model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph, others: "pd.Series[float]"
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    graph: CircuitGraph,
+    others: "pd.Series[float]",
+    places: Sequence[PositionSet],
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
     """Return the model's answers, each node's description and label, and the shown pair.
 
@@ -53,6 +59,8 @@ def describe_nodes(
         graph: the graph.
         others: the effects of further sites on the metric, by id. These sites are described as they
             are in the clean and the corrupted run.
+        places: the positions or roles of nodes. If a role has no token in the shown pair, its nodes
+            are described in the first pair in which it has one.
     """
     whole = run_both(model, pair, decomposed=True)
     own = whole if graph.circuit is None else own_run(model, pair, graph.circuit)
@@ -61,7 +69,8 @@ def describe_nodes(
     table = model_answers(model, pair, metric, *logits)
     shown = _pair_to_show(pair, bound, logits)
     answers = [*chain(*(rows[shown] for rows in tokens_of_answers(model, pair, metric).values()))]
-    describe = partial(_describe, model, pair, shown, answers)
+    tokens_at = {str(place.label): place.chosen.nonzero().tolist() for place in places}
+    describe = partial(_describe, model, pair, shown, answers, tokens_at)
 
     # Nodes of the graph
     heads, edges = graph.heads, graph.edges
@@ -73,11 +82,13 @@ def describe_nodes(
         return table, does, labels, shown
 
     # Other sites
-    multiplier = metric_multiplier(bound, *logits)[shown] / bound.shares(len(pair.clean))[shown]
-    places = [int(site.partition("@")[2]) for site in others.index]
+    multiplier, shares = metric_multiplier(bound, *logits), bound.shares(len(pair.clean))
+    prompts, positions = zip(*_shown_tokens(others.index, tokens_at, shown), strict=True)
+    slopes = multiplier[list(prompts), list(positions)]
+    slopes = slopes / slopes.new_tensor([shares[i] for i in prompts])[:, None]
 
     def by_logits(change: Float[Tensor, "node d_vocab"]) -> npt.NDArray[np.float64]:
-        direct = (multiplier[places] * change).sum(-1)
+        direct = (slopes * change).sum(-1)
         return cast(npt.NDArray[np.float64], direct.cpu().double().numpy())
 
     of_whole = replace(graph, circuit=None)
@@ -92,6 +103,7 @@ def _describe(
     pair: PromptPair,
     shown: int,
     answers: Sequence[int],
+    tokens_at: Mapping[str, Sequence[Sequence[int]]],
     graph: CircuitGraph,
     both: BothRuns,
     sites: Sequence[str],
@@ -104,45 +116,59 @@ def _describe(
     direct path, given the direct effects of the changes of the sites' outputs on all logits.
     """
     host, parts = host_of(model), [site.partition("@") for site in sites]
-    heads, places = [HeadName.parse(name) for name, *_ in parts], [int(x) for *_, x in parts]
+    heads, by_role = [HeadName.parse(name) for name, *_ in parts], bool(graph.roles)
+    nodes = _shown_tokens(sites, tokens_at, shown)
     hooks = {
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")
     }
     runs = graph_runs(graph, model, pair, sorted({*hooks["z"], *hooks["pattern"]}))
     clean, corrupted = (run.hooked for run in runs)
-    written = direct_logits(model, both, list(zip(heads, places, strict=True)), shown)
+    prompts, positions = zip(*nodes, strict=True) if nodes else ((), ())
+    written = direct_logits(model, both, list(zip(heads, positions, strict=True)), prompts)
     by_direct_path = np.abs(direct(written))
     is_direct = (by_direct_path > 0) & (by_direct_path >= _DIRECT * np.abs(effects))
     written = written - written.mean(-1, keepdim=True)  # softmax does not depend on the mean
-    probable = [run[shown].topk(min(_PROBABLE, run.shape[-1])) for run in both.logits.chunk(2)]
+
+    def means(hook: str, *index: Any) -> list[Tensor]:
+        """Return the [clean, corrupted] means over prompts of an activation at `index`."""
+        return [run[hook][index].float().mean(0) for run in (clean, corrupted)]
+
     does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, places, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
-    for head, position, change, has_tokens, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # use only prompts that have a token at this position
-
-        def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
-            both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
-            return [x[here.to(x.device)].float().mean(0) for x in both]
-
-        tokens = [*chain(*(top.indices[position].tolist() for top in probable))]
+    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
+    for key, (head, node, change, has_tokens, of_z, of_pattern) in zip(sites, rows, strict=True):
+        prompt, position = node
+        tokens = list[int]()
+        for run in both.logits.chunk(2):
+            tokens += run[prompt, position].topk(min(_PROBABLE, run.shape[-1])).indices.tolist()
         writes, label = _writes(model, change, answers, tokens) if has_tokens else ("", "")
+        some, columns = map(list, zip(*tokens_at[key.partition("@")[2]], strict=True))
         if head.kind in WIDE_KINDS:
-            lengths = [float(z.norm()) for z in means(of_z, position)]
+            lengths = [float(z.norm()) for z in means(of_z, some, columns)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
         elif head.kind == "attention":
-            reads, label = _looks(model, pair, shown, means(of_pattern, head.index, position))
+            if by_role:  # keys have other positions in other prompts
+                some, columns = [prompt], [position]
+            patterns = means(of_pattern, some, head.index, columns)
+            reads, label = _looks(model, pair, prompt, patterns, by_role)
         else:
-            outputs = [float(z) for z in means(of_z, position, head.index, 0)]
+            outputs = [float(z[head.index, 0]) for z in means(of_z, some, columns)]
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
             if head.kind == "neuron":
-                gates = [float(x) for x in means(of_pattern, head.index, position, SELF)]
+                gates = [float(x[SELF]) for x in means(of_pattern, some, head.index, columns)]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
-        key = f"{head}@{position}"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{head} {label}".strip()
     return does, labels
+
+
+def _shown_tokens(
+    sites: Iterable[str], tokens_at: Mapping[str, Sequence[Sequence[int]]], shown: int
+) -> list[tuple[int, int]]:
+    """Return each site's token (prompt, position) in the shown prompt, or in the first with one."""
+    places = [tokens_at[site.partition("@")[2]] for site in sites]
+    tokens = [next((x for x in place if x[0] == shown), place[0]) for place in places]
+    return [(prompt, position) for prompt, position in tokens]
 
 
 def _pair_to_show(pair: PromptPair, metric: BoundMetric, logits: Sequence[Logits]) -> int:
@@ -168,9 +194,16 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 
 
 def _looks(
-    model: Any, pair: PromptPair, shown: int, patterns: Sequence[Float[Tensor, "key_pos"]]
+    model: Any,
+    pair: PromptPair,
+    shown: int,
+    patterns: Sequence[Float[Tensor, "key_pos"]],
+    only_shown: bool,
 ) -> tuple[str, str]:
-    """Describe and label a head by the token that it attends to most in each run."""
+    """Describe and label a head by the token that it attends to most in each run.
+
+    With `only_shown`, these are the patterns of the prompt `shown`, instead of means over prompts.
+    """
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[shown], pair.corrupted[shown])
@@ -182,7 +215,7 @@ def _looks(
     ]
     differ = keys[0] != keys[1] or texts[0] != texts[1]
     tokens = pair.clean[:, keys[0]]
-    of_one = f" in prompt {shown}" * bool((tokens != tokens[shown]).any())
+    of_one = f" in prompt {shown}" * (only_shown or bool((tokens != tokens[shown]).any()))
     reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
     if differ or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"

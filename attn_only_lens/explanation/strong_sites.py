@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.sites import Sites
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.work import Work
@@ -21,7 +22,7 @@ _DIRECTIONS = ("denoise", "noise")
 
 
 def may_be_strong(
-    model: Any, contrast: Contrast, secants: Sweep, strong: float, work: Work
+    model: Any, contrast: Contrast, sites: Sites, secants: Sweep, strong: float, work: Work
 ) -> tuple[list[str], float]:
     """Return the sites that may have an effect of `strong` or more, and the largest other estimate.
 
@@ -30,12 +31,15 @@ def may_be_strong(
     Args:
         model: the model.
         contrast: the two runs and the metric.
+        sites: the sites.
         secants: the secant attribution of all sites.
         strong: the smallest strong effect.
         work: how the estimates are run.
     """
     sweeps = [
-        attribution(model, contrast, direction=direction, method="gradient", work=work)
+        attribution(
+            *(model, contrast), sites=sites, direction=direction, method="gradient", work=work
+        )
         for direction in _DIRECTIONS
     ]
     estimates = np.maximum(*(sweep.effect.abs().to_numpy() for sweep in sweeps))

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_texts_of_prompts
 from attn_only_lens.patching.site_groups import SiteGroup, roles
@@ -19,7 +21,7 @@ class PromptTokens:
     Attributes:
         clean: for each clean prompt, the token text at each position; None for padding.
         corrupted: token texts of the corrupted prompts; empty without corrupted prompts.
-        roles: the position of each role in each prompt.
+        roles: the position of each role in each prompt; -1 in prompts without a token of the role.
 
     Example:
         >>> from attn_only_lens.patching.prompt_tokens import PromptTokens
@@ -39,8 +41,10 @@ class PromptTokens:
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
+        columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
         positions = {
-            str(role.label): role.chosen.int().argmax(dim=1).tolist() for role in roles(groups)
+            str(role.label): columns.where(role.chosen, -1).amax(dim=1).tolist()
+            for role in roles(groups)
         }
         return cls(clean, corrupted, positions)
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
+from scipy import stats
 from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import POSITIVE, as_plain, is_number
@@ -51,6 +52,8 @@ TOP = 20
 """How many rows `top` returns by default; `attribution` checks as many by exact patches."""
 
 _SHOWN_ROWS = 10
+_FEWEST_PROMPTS = 8  # the fewest prompts for p-values
+_ROUNDING = 1e-5  # a smaller effect, as a share of the difference, may be a rounding error
 # `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
 _ALWAYS_ON_TOP = (
     *("name", "sender", "receiver", "position", "token", "part", "score", "effect", "exact"),
@@ -369,6 +372,62 @@ class Sweep(ScoredFrame):
     def has_prompts(self) -> bool:
         """Whether the frame has separate rows for several prompts."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
+
+    def significance(self) -> pd.DataFrame:
+        """Return each site's mean effect with a p-value and a false-discovery rate.
+
+        The null hypothesis of a site is that its mean effect is 0 over the prompts from which these
+        were drawn. `p` is the two-sided p-value of a one-sample t-test, because the t-test is about
+        the mean, as scores are. (A signed-rank test of 8 prompts has no p-value below 1/128, too
+        large for thousands of sites.) `q` is the smallest false-discovery rate, over all rows, at
+        which the site is a discovery, by the procedure of Benjamini and Yekutieli (2001). All
+        effects come from the same prompts, and one site acts through another, so their dependence
+        is unknown; the procedure of Benjamini and Hochberg needs independence or positive
+        dependence. A small p does not mean a large effect. Effects below 1e-5, which may be
+        rounding errors in float32, have p = 1; in half precision, larger effects may be, too.
+
+        Returns:
+            One row per site, in the order of `frame`, with columns `effect` (the score minus
+            `baseline`), `standard_error`, `p` and `q`. For a choice of sites, use `query` first,
+            with a condition that does not depend on the results.
+
+        Raises:
+            InputError: there are fewer than 8 prompts, rows of single prompts, a metric with one
+                value for all prompts, or the same pair of prompts twice.
+
+        Example:
+            >>> import pandas as pd
+            >>> from attn_only_lens import patching as p
+            >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
+            ...                        "name": ["L0N5", "L0N7"], "position": -1,
+            ...                        "value": [2.0, -0.8], "value_standard_error": 0.4,
+            ...                        "score_standard_error": 0.1})
+            >>> sweep = p.Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
+            ...                 clean_value=3.0, corrupted_value=-1.0, n_prompts=8, model="adder")
+            >>> sweep.significance()[["name", "effect", "p", "q"]].round(4).to_numpy().tolist()
+            [['L0N5', 0.75, 0.0001, 0.0004], ['L0N7', 0.05, 0.6324, 0.9486]]
+        """
+        frame, n, reasons = self.frame, self.n_prompts, list[str]()
+        if n < _FEWEST_PROMPTS:
+            reasons.append(f"got {n} prompts; expected {_FEWEST_PROMPTS} or more")
+        if "prompt" in frame:
+            reasons.append("got one row per site and prompt; expected means, without per_prompt")
+        elif n > 1 and (SPREAD[1] not in frame or frame[SPREAD[1]].isna().any()):
+            reasons.append("got rows without standard errors; expected one number per prompt")
+        if self.tokens is not None:
+            pairs = list(
+                zip(self.tokens.clean, self.tokens.corrupted or self.tokens.clean, strict=True)
+            )
+            again = [i for i, pair in enumerate(pairs) if pair in pairs[:i]]
+            reasons += [f"got prompts {again} twice; expected different prompts"] * bool(again)
+        InputError.raise_if(reasons, "these effects have no p-values")
+        effect, error = self.effect.to_numpy(), frame[SPREAD[1]].to_numpy()
+        t = np.divide(abs(effect), error, out=np.full(len(error), np.inf), where=error > 0)
+        p = np.where(abs(effect) < _ROUNDING, 1.0, 2 * stats.t.sf(t, n - 1))
+        q = stats.false_discovery_control(p, method="by") if len(p) else p
+        sites = ("layer", "kind", "index", "name", "position", "part", "exact")
+        kept = frame[[name for name in sites if name in frame]]
+        return kept.assign(effect=effect, standard_error=error, p=p, q=q)
 
     def query(self, condition: str) -> "Sweep":
         """Return the rows that satisfy a condition such as `layer == 3 and kind == 'neuron'`.

@@ -140,10 +140,13 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
     )
     if corrupted:
         z = {hook: output - corrupted[0][hook] for hook, output in z.items()}
-    nodes = [(name, int(pos)) for name, pos in heads[["name", "position"]].to_numpy()]
+    nodes = [
+        (name, shown.prompt, int(position))
+        for name, position in heads[["name", "position"]].to_numpy()
+    ]
     try:
         effects = DirectEffects(model)
-        raised = effects.promoted_tokens(z, nodes, k, prompt=shown.prompt)
+        raised = effects.promoted_tokens(z, nodes, k)
         neurons = heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:

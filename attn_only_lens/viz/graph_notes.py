@@ -111,6 +111,8 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
     )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
+    if graph.roles:
+        texts, more = f"{exact.n_prompts} pairs of prompts", ""
     circuit = graph.circuit
     head = exact.clean_and_corrupted if circuit is None else what_it_keeps(graph, circuit, exact)
     return f"{head}: {graph.metric} after {texts}{more}"

@@ -102,8 +102,10 @@ def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     if exact.part != "z" or exact.method != MEASURED:
         reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patching of z")
     frame = exact.to_frame()
-    if "prompt" in frame or not pd.api.types.is_integer_dtype(frame["position"]):
-        reasons.append('got a sweep without a row for each position; expected positions "each"')
+    places = graph.roles or set(range(len(graph.tokens[0])))
+    if "prompt" in frame or not frame["position"].isin(places).all():
+        expected = "roles" if graph.roles else "each"
+        reasons.append(f'got a sweep without a row for each place; expected positions "{expected}"')
     return reasons
 
 
@@ -120,6 +122,8 @@ def with_sites_alone(nodes: pd.DataFrame, alone: pd.DataFrame, difference: float
 
     `strength` is the size of a node in units of the metric, whose difference is `difference`.
     """
+    tokens = nodes[nodes["kind"] == "embed"]
+    place_of = dict(zip(tokens["id"].str.partition("@")[2], tokens["position"], strict=True))
     effects = alone.set_index("id")[list(ALONE)].astype(float)
     new = effects.index[~effects.index.isin(nodes["id"])]
     heads = [HeadName.parse(name.partition("@")[0]) for name in new]
@@ -128,7 +132,7 @@ def with_sites_alone(nodes: pd.DataFrame, alone: pd.DataFrame, difference: float
         "kind": [head.kind for head in heads],
         "layer": [head.layer for head in heads],
         "name": list(map(str, heads)),
-        "position": [int(name.partition("@")[2]) for name in new],
+        "position": [place_of[name.partition("@")[2]] for name in new],
         "outside": True,
         "strength": abs(difference) * effects.loc[new].abs().max(axis=1).to_numpy(),
     }

@@ -161,10 +161,9 @@ def _reasons(graph: CircuitGraph, model: Any, contrast: Contrast | None) -> list
         return []
     if reasons := contrast_reasons(contrast, both=bool(graph.corrupted)):
         return reasons
-    first = graph.heads["id"].iloc[:1].astype(str)
-    if not first.str.fullmatch(r".*@\d+").all():
+    if graph.roles:
         reasons.append(
-            f"got a contrast for a graph over the roles {', '.join(graph.tokens[0])}, which are at "
+            f"got a contrast for a graph over the roles {', '.join(graph.roles)}, which are at "
             "other positions in each prompt; call circuit_view(graph), without a model and contrast"
         )
     if contrast.corrupted is not None and not graph.corrupted:

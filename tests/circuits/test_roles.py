@@ -25,6 +25,7 @@ pytestmark = pytest.mark.numeric
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
 ROLES = {"subject": [1, 2, 1], "verb": [4, 3, 3], "end": -1}
+SHARED = {"subject": [1, 2, 1], "verb": [4, 4, 1], "end": -1}  # in prompts 1 and 2
 OTHERS = {"subject": [2, 1, 3], "verb": [4, 3, 4], "end": -1}
 SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
 BY_ROLE, ALONE = p.Sites(SITES, "roles"), Search(n_random=0)
@@ -55,7 +56,9 @@ def with_gone(model, pairs, roles, gone, ablation):
     values, caches = [], [model.run_with_cache(clean)[1] for clean, _ in pairs]
 
     def place(i, role):
-        return len(pairs[i][0]) - 1 if role == "end" else roles[role][i]
+        """Return the role's token, or None if a later role has the same token."""
+        at = {x: len(pairs[i][0]) - 1 if x == "end" else roles[x][i] for x in roles}
+        return at[role] if [x for x in at if at[x] == at[role]][-1] == role else None
 
     for i, (clean, corrupted) in enumerate(pairs):
         source, hooks = model.run_with_cache(corrupted)[1], []
@@ -64,15 +67,17 @@ def with_gone(model, pairs, roles, gone, ablation):
             hook_name = f"blocks.{head.layer}.attn.hook_z"
             if head.kind == "neuron":
                 hook_name = mlp_hook("z", head.layer)
-            pos = place(i, role)
+            if (pos := place(i, role)) is None:
+                continue
+            having = [j for j in range(len(pairs)) if place(j, role) is not None]
 
-            def ablate(z, hook, index=head.index, pos=pos, source=source, role=role):
+            def ablate(z, hook, index=head.index, pos=pos, source=source, role=role, having=having):
                 z = z.clone()
                 z[:, pos, index] = {
                     "resample": lambda: source[hook.name][:, pos, index],
                     "positional_mean": lambda: (
-                        sum(c[hook.name][0, place(j, role), index] for j, c in enumerate(caches))
-                        / len(pairs)
+                        sum(caches[j][hook.name][0, place(j, role), index] for j in having)
+                        / len(having)
                     ),
                 }[ablation]()
                 return z
@@ -83,9 +88,10 @@ def with_gone(model, pairs, roles, gone, ablation):
     return sum(values) / len(values)
 
 
+@pytest.mark.parametrize("roles", [ROLES, SHARED], ids=["own tokens", "shared tokens"])
 @pytest.mark.parametrize("ablation", ["positional_mean", "resample"])
-def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
-    contrast, pairs = prompts(ROLES)
+def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation, roles):
+    contrast, pairs = prompts(roles)
     ranking = p.attribution(model, contrast, sites=BY_ROLE)
     how = {"ablation": ablation, "shares": (0.0, 0.4, 1.0), "n_random": 0}
     curve = faithfulness(model, contrast, ranking, **how)
@@ -95,7 +101,7 @@ def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
     assert len(sites) == len(SITES) * len(ROLES)
 
     def value(gone):
-        return with_gone(model, pairs, ROLES, gone, ablation)
+        return with_gone(model, pairs, roles, gone, ablation)
 
     whole, nothing = value([]), value(sites)
     assert abs(whole - nothing) > 1e-3
@@ -144,13 +150,7 @@ def test_a_function_of_logits_reads_each_prompts_last_token(model, side):
     contrast, pairs = prompts(ROLES)
     metric = p.custom(lambda logits: logits[:, -1, 7] - logits[:, -1, 11], name="by hand")
     contrast = replace(contrast, metric=metric)
-    if side == "left":
-        shifts = [max(LENGTHS) - n for n in LENGTHS]
-        parts = {name: getattr(contrast, name) for name in ("clean", "corrupted", "mask")}
-        rolled = {
-            name: torch.stack(list(map(torch.roll, rows, shifts))) for name, rows in parts.items()
-        }
-        contrast = replace(contrast, **rolled)
+    contrast = on_the_left(contrast) if side == "left" else contrast
 
     def numbers(contrast):
         some, edges = p.Sites(SITES[:2], "roles"), p.Edges(p.Sites(SITES[:2], "roles"), ["L1N5"])
@@ -181,28 +181,100 @@ def test_refusals(model):
     ranking = p.attribution(model, contrast, sites=BY_ROLE)
     with pytest.raises(InputError, match="but the contrast has no roles"):
         faithfulness(model, replace(contrast, roles={}), ranking)
-    same = replace(contrast, roles={"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1})
-    with pytest.raises(InputError, match="'subject' and 'verb' at the same token of prompt 2"):
-        discover(model, same, sites=BY_ROLE)
-    discover(model, same, sites=p.Sites(SITES, ["verb", "end"]), search=ALONE)
+    same = replace(contrast, roles={"last": -1} | ROLES)
+    with pytest.raises(InputError, match="got 'last', whose tokens all have later roles"):
+        discover(model, same, sites=p.Sites(SITES, ["last", "verb", "end"]))
+    discover(model, same, sites=p.Sites(SITES, ["last", "verb"]), search=ALONE)
+
+
+def test_a_role_without_tokens_of_its_own_is_left_out(model):
+    contrast, _ = prompts(ROLES)
+    more = replace(contrast, roles={"last": -1, "third": ROLES["verb"]} | ROLES)
+    for positions in ("roles", "each"):  # the prompts differ in length
+        sites = p.Sites(SITES, positions)
+        circuit, another = (
+            discover(model, some, sites=sites, search=ALONE) for some in (contrast, more)
+        )
+        assert circuit.candidates == another.candidates == p.Sites(SITES, tuple(ROLES))
+        pd.testing.assert_frame_equal(circuit.frame, another.frame)
+    graphs = [attribution_graph(model, some, top=7) for some in (contrast, more)]
+    assert graphs[0].roles == graphs[1].roles
+    pd.testing.assert_frame_equal(graphs[0].nodes, graphs[1].nodes)
+    pd.testing.assert_frame_equal(graphs[0].edges, graphs[1].edges)
+
+
+def on_the_left(contrast):
+    """Return the same prompts, padded on the left."""
+    shifts = [max(LENGTHS) - n for n in LENGTHS]
+    parts = {name: getattr(contrast, name) for name in ("clean", "corrupted", "mask")}
+    rolled = {
+        name: torch.stack(list(map(torch.roll, rows, shifts))) for name, rows in parts.items()
+    }
+    return replace(contrast, **rolled)
+
+
+@pytest.mark.parametrize("roles", [ROLES, SHARED], ids=["own tokens", "shared tokens"])
+def test_an_explanation_by_role_is_that_of_plain_hooks_with_padding_on_either_side(model, roles):
+    contrast, pairs = prompts(roles)
+    why, other = (explain(model, x) for x in (contrast, on_the_left(contrast)))
+    key = ["name", "position"]
+    sites = site_rows(site_groups(model, contrast.pair(model), p.Sites(positions="roles"), "z"))
+    every = set(sites[key].itertuples(index=False, name=None))
+    chosen = set(why.circuit.frame[key].itertuples(index=False, name=None))
+    assert 0 < len(chosen) < len(every) == why.circuit.n_sites
+
+    def value(gone, pairs=pairs):
+        return with_gone(model, pairs, roles, gone, "resample")
+
+    swapped = [pair[::-1] for pair in pairs]
+    whole, least, kept, nothing = value([]), value([], swapped), value(every - chosen), value(every)
+    assert why.circuit.faithfulness == pytest.approx((kept - nothing) / (whole - nothing), abs=1e-6)
+    assert why.graph.value == pytest.approx(kept - least, abs=1e-6)
+    table = why.table()
+    of_circuit = table[table["group"] == "circuit"]
+    assert set(of_circuit["id"]) == {f"{name}@{role}" for name, role in chosen}
+    strongest = table.head(3)
+    for row in strongest.itertuples():
+        site = [tuple(row.id.split("@"))]
+        denoised = (value(site, swapped) - least) / (whole - least)
+        noised = (whole - value(site)) / (whole - least)
+        assert (row.denoise, row.noise) == pytest.approx((denoised, noised), abs=1e-6)
+    # The token is that of the shown prompt, and "" if the role has none of its own there.
+    clean, places = pairs[why.shown][0], {x: roles[x] for x in ("subject", "verb")}
+    places = {x: at[why.shown] for x, at in places.items()} | {"end": len(clean) - 1}
+    for row in table.itertuples():
+        role = row.id.split("@")[1]
+        last = [x for x in places if places[x] == places[role]][-1]
+        assert row.token == (str(clean[places[role]].item()) if last == role else "")
+    assert np.isfinite(of_circuit["share"]).all()
+    assert why.does == other.does
+    assert why.labels == other.labels
+    loose = {"rtol": 1e-6, "check_exact": False}
+    pd.testing.assert_frame_equal(table, other.table(), **loose)
+    pd.testing.assert_frame_equal(why.attribution.to_frame(), other.attribution.to_frame(), **loose)
+    assert all(f"@{role}" in str(why.view()) for _, role in chosen)
+    assert why.text().count("at a role") == 1
 
 
 def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch):
-    """Circuits and graphs refuse them before any run, and means over prompts give a warning."""
+    """Circuits and graphs refuse them before any run, and sweeps warn of means."""
     contrast, pairs = prompts(ROLES)
-    mirrored = {name: getattr(contrast, name).flip(1) for name in ("clean", "corrupted", "mask")}
-    match = r"5 to 7 tokens: position \d is '\d+' in prompt"
+    contrast = replace(contrast, roles={})
+    left = on_the_left(contrast)
+    match = r"prompt 0 has 7 tokens, and prompt 1 has 5, .*roles: Contrast\(…, roles="
     all_at_once = p.Sites(SITES, "all")
     ranking = p.attribution(model, contrast, sites=all_at_once)
     ranking = replace(ranking, frame=ranking.frame.assign(position=2))
     whole = discover(model, contrast, sites=all_at_once, search=ALONE)
     unpadded = Contrast(*map(list, zip(*pairs, strict=True)), METRIC)
+    some = p.Sites(SITES[:1], [2])
     refused = [
         lambda: discover(model, contrast),
-        lambda: discover(model, replace(contrast, **mirrored)),
+        lambda: discover(model, left),
+        lambda: explain(model, left),
+        lambda: discover(model, contrast, sites=some),
         lambda: discover(model, contrast, sites=["L0H1@2"]),
         lambda: attribution_graph(model, contrast),
-        lambda: attribution_graph(model, replace(contrast, corrupted=None)),
         lambda: faithfulness(model, contrast, ranking),
         lambda: explain(model, unpadded),
     ]
@@ -213,19 +285,19 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
         for call in refused:
             with pytest.raises(InputError, match=match):
                 call()
+        with pytest.raises(InputError, match=r"expected prompts of the same length$"):
+            attribution_graph(model, replace(contrast, corrupted=None))
     evaluate(model, whole, contrast)  # positions="all" need no numbers
     for sweep, make in (
-        (p.activation_patch, lambda positions: {"sites": p.Sites(SITES[:2], positions)}),
-        (p.attribution, lambda positions: {"sites": p.Sites(SITES[:2], positions)}),
-        (
-            p.path_patch,
-            lambda positions: {"edges": p.Edges(p.Sites(SITES[:1], positions), ["L1N5"])},
-        ),
+        (p.activation_patch, lambda x: {"sites": p.Sites(SITES[:2], x)}),
+        (p.attribution, lambda x: {"sites": p.Sites(SITES[:2], x)}),
+        (p.path_patch, lambda x: {"edges": p.Edges(p.Sites(SITES[:1], x), ["L1N5"])}),
     ):
-        with pytest.warns(InputWarning, match=match):
-            sweep(model, contrast, **make("each" if sweep is not p.path_patch else [2]))
+        with pytest.warns(InputWarning, match=r"5 to 7 tokens: position 2 is '\d+' in prompt"):
+            sweep(model, contrast, **make([2]))
         sweep(model, contrast, **make([2]), per_prompt=True)
-        sweep(model, contrast, **make([-1, -2]))
+        frames = [sweep(model, x, **make([-1, -2])).frame for x in (contrast, left)]
+        np.testing.assert_allclose(*(frame["value"] for frame in frames), rtol=0, atol=EXACT)
     # Control: prompts of one length, with the same tokens.
     shorter = Contrast(contrast.clean[:, :5], contrast.corrupted[:, :5], METRIC)
     p.activation_patch(model, shorter, sites=SITES)

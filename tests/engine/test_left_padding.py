@@ -182,8 +182,14 @@ def test_circuits_and_graphs(model):
     mean = np.mean([one.heads["attribution"] for one in graphs], axis=0)
     np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=0, atol=CLOSE)
     assert mean.std() > 100 * CLOSE
-    with pytest.raises(InputError, match=r"3 to 7 tokens"):
-        explain(model, PAIR)
+    why = explain(model, PAIR)
+    for row in why.table().head(3).itertuples():
+        site = [tuple(row.id.split("@"))]
+        lost = whole - np.mean(with_patches(model, clean, corrupted, site))
+        span = why.attribution.clean_value - why.attribution.corrupted_value
+        assert row.noise == pytest.approx(lost / span, abs=loose)
+    with pytest.raises(InputError, match="prompt 0 has 7 tokens, and prompt 1 has 3"):
+        explain(model, replace(PAIR, roles={}))
     groups = group_nodes(graph, model, PAIR)
     for node in groups.nodes.itertuples():
         patched = np.mean(with_patches(model, clean, corrupted, [tuple(node.id.split("@"))]))

@@ -7,7 +7,7 @@ from common import D_MLP, tokens
 
 from attn_only_lens import Bilinear, Contrast, HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.engine.positions import resolve_positions
+from attn_only_lens.engine.positions import each_in_turn, length_reasons, resolve_positions
 from attn_only_lens.engine.sites import HEAD_KINDS, Sites, resolve_sites
 from attn_only_lens.errors import InputError
 
@@ -188,14 +188,54 @@ def test_numbers():
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
+    roles = {"end": -1, "first": 0}
+    pair, without = pair_of([5, 2, 3], side, roles), pair_of([5, 2, 3], side)
+    assert each_in_turn(pair) == "roles"
+    with pytest.raises(InputError, match=r"prompt 0 has 5 tokens, and prompt 1 has 2, .*roles={'"):
+        each_in_turn(without)
+    assert "the contrast's roles: end, first" in length_reasons(pair)[0]
+    assert length_reasons(pair, only_columns=True)[0].endswith("prompts of the same length")
+    for same in (pair_of([3, 3, 3], side, roles), pair_of([3, 3, 3], side)):
+        assert each_in_turn(same) == "each"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_token_belongs_to_the_last_of_its_roles(side):
+    """Compare with a list of pairs (prompt, token), counted without padding."""
+    lengths, roles = [5, 2, 3], {"a": [4, 1, 1], "b": [0, 1, 1], "c": -1, "d": [4, 1, 2]}
+    pair = pair_of(lengths, side, roles)
+
+    def at(*tokens):
+        start = [0, 0, 0] if side == "right" else [POS - n for n in lengths]
+        return [[prompt, start[prompt] + token] for prompt, token in tokens]
+
+    expected = {"b": at((0, 0), (2, 1)), "d": at((0, 4), (1, 1), (2, 2))}
+    assert shown(resolve_positions(pair, "roles")) == expected
+    alone = {"a": at((0, 4), (1, 1), (2, 1)), "c": expected["d"]}
+    for name, places in alone.items():
+        assert shown(resolve_positions(pair, name)) == {name: places}
+    # Names decide in the order of the contrast, and not in their own.
+    assert shown(resolve_positions(pair, ["b", "a"])) == {
+        "b": at((0, 0), (1, 1), (2, 1)),
+        "a": at((0, 4)),
+    }
+    with pytest.raises(InputError, match="got 'a', 'c', whose tokens all have later roles, too"):
+        resolve_positions(pair, list(roles))
+    # A half of the prompts may lack a role, so that a circuit of all prompts also runs on it.
+    half = pair.of_prompts([1], cut=False)
+    assert shown(resolve_positions(half, ["b", "d"])) == {"b": [], "d": [[0, at((1, 1))[0][1]]]}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_by_role(side):
-    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": 1}
+    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": [1, -2, 1]}
     pair = pair_of([5, 2, 3], side, roles)
     start = [0, 0, 0] if side == "right" else [2, 5, 4]
     expected = {
-        "subject": [[0, start[0] + 3], [1, start[1]], [2, start[2]]],
+        "subject": [[0, start[0] + 3], [2, start[2]]],
         "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
-        "second": [[i, index + 1] for i, index in enumerate(start)],
+        "second": [[0, start[0] + 1], [1, start[1]], [2, start[2] + 1]],
     }
     assert shown(resolve_positions(pair, "roles")) == expected
     assert shown(resolve_positions(pair, "end")) == {"end": expected["end"]}

@@ -146,20 +146,20 @@ class DirectEffects:
 
     @torch.no_grad()
     def promoted_tokens(
-        self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int]], k: int, *, prompt: int = 0
+        self, z: dict[str, Tensor], nodes: Sequence[tuple[str, int, int]], k: int
     ) -> list[TokenScores]:
-        """Return the tokens whose logits each node (head, position) raises most and lowers most.
+        """Return the tokens whose logits each node (head, prompt, position) raises or lowers most.
 
         `z` is a dict from hook names to the outputs of heads, [batch, pos, head_index, d_head].
         """
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
-            outputs = z[self._host.hook_name(sites.layer, sites.kind, "z")][prompt]
-            positions = [nodes[row][1] for row in rows]
-            chosen = outputs[positions, sites.index.to(outputs.device)]
+            outputs = z[self._host.hook_name(sites.layer, sites.kind, "z")]
+            prompts, positions = zip(*(nodes[row][1:] for row in rows), strict=True)
+            chosen = outputs[list(prompts), list(positions), sites.index.to(outputs.device)]
             return self.tokens_of(self._matrices.outputs(sites, chosen), k)
 
-        return _by_layer((name for name, _ in nodes), tops)
+        return _by_layer((name for name, *_ in nodes), tops)
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:

@@ -33,7 +33,7 @@ from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import unlike_tokens
+from attn_only_lens.engine.positions import length_reasons
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import ComparisonError
@@ -178,8 +178,7 @@ def _first_batch(
     Return a function that patches a given number of components and returns the comparison on all
     batches that were run.
     """
-    if reason := unlike_tokens(models[0], first.pair):
-        raise ComparisonError([f"{reason}; expected batches of prompts of one length"], _PROBLEM)
+    ComparisonError.raise_if(length_reasons(first.pair, only_columns=True), _PROBLEM)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar, has_circuit=True)
     circuits = [
