@@ -370,7 +370,7 @@ class Explanation:
         return [
             f"{n_patched:,} sites were patched one by one, in both directions: all whose effect "
             f"may be {self.strong:g} or more by estimates. The largest estimate of any other site "
-            f"is {self.unpatched:.2g}; an estimate can miss."
+            f"is {self.unpatched:.3g}; an estimate can miss."
         ] + [
             f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
             "largest |share|: for more, pass most_nodes= to explain."

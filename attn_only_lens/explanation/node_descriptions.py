@@ -76,7 +76,7 @@ def describe_nodes(
     heads, edges = graph.heads, graph.edges
     into_metric = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
     direct = into_metric.reindex(heads["id"], fill_value=0.0).to_numpy()
-    effects = heads["attribution"].to_numpy(dtype=np.float64)
+    effects = np.asarray(heads["attribution"], dtype=np.float64)
     does, labels = describe(graph, own, list(heads["id"]), effects, lambda _: direct)
     if not len(others):
         return table, does, labels, shown
@@ -93,7 +93,7 @@ def describe_nodes(
 
     of_whole = replace(graph, circuit=None)
     more = describe(
-        of_whole, whole, list(others.index), others.to_numpy(dtype=np.float64), by_logits
+        of_whole, whole, list(others.index), np.asarray(others, dtype=np.float64), by_logits
     )
     return table, does | more[0], labels | more[1], shown
 

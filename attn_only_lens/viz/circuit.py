@@ -123,7 +123,12 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """If there are more than `MOST_UNFOLDED` nodes, group them by layer and kind of head."""
+    """If there are more than `MOST_UNFOLDED` nodes, group them by layer and kind of head.
+
+    Nodes outside the circuit, which have no edges, do not count.
+    """
+    if "outside" in nodes:
+        nodes = nodes[~nodes["outside"].astype(bool)]
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[

@@ -172,13 +172,13 @@ def _node(
     stability = nodes["stability"][i] if "stability" in nodes else None
     size = 0.0 if attribution is None else min(1.0, abs(attribution) / largest) ** 0.5
     end = colours["negative" if (attribution or 0) < 0 else "positive"]
-    outside = "outside" if "outside" in nodes and nodes["outside"][i] else ""
+    outside = " outside" if "outside" in nodes and nodes["outside"][i] else ""
     fill = "" if status or outside else f' style="fill:{_mixed(colours["zero"], end, size)}"'
     sign = "" if not attribution else "− " if attribution < 0 else "+ "
     mark = f"{STATUSES[status]} " if status else sign
     strong = "strong" if size > 0.77 and not status else ""
     return (
-        f'<g class="node {kind} {status or ""} {stability or ""} {outside}" '
+        f'<g class="node {kind} {status or ""} {stability or ""}{outside}" '
         f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
         f'rx="{_CORNERS.get(kind, 0)}"{_SLANTED * (kind == "feature")}{fill}/>'

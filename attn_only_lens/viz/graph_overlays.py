@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from attn_only_lens.arguments import a_type
@@ -16,6 +17,8 @@ from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.viz.circuit_data import ALONE
 from attn_only_lens.viz.page import refuse, short_numbers
+
+_FIRST = 10  # so many of the sites outside a graph are shown as early as equally strong nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,24 +123,29 @@ def exact_effects(exact: Sweep) -> "pd.Series[float]":
 def with_sites_alone(nodes: pd.DataFrame, alone: pd.DataFrame, difference: float) -> pd.DataFrame:
     """Add the effects of single sites to a page's nodes, and nodes for sites outside the graph.
 
-    `strength` is the size of a node in units of the metric, whose difference is `difference`.
+    A page shows the strongest nodes first. The strength of a node in the graph is its
+    |attribution|. Of the sites outside, the strongest few have the strength of their larger effect
+    on the metric, whose difference is `difference`; all others come after the graph's nodes.
     """
     tokens = nodes[nodes["kind"] == "embed"]
     place_of = dict(zip(tokens["id"].str.partition("@")[2], tokens["position"], strict=True))
     effects = alone.set_index("id")[list(ALONE)].astype(float)
-    new = effects.index[~effects.index.isin(nodes["id"])]
-    heads = [HeadName.parse(name.partition("@")[0]) for name in new]
+    new = effects[~effects.index.isin(nodes["id"])].abs().max(axis=1)
+    new = new.sort_values(ascending=False, kind="stable")
+    inside = nodes.assign(outside=False, strength=nodes["attribution"].abs())
+    weakest = inside["strength"].min() / (new.max() if len(new) else 1.0)
+    scale = np.where(np.arange(len(new)) < _FIRST, abs(difference), weakest)
+    heads = [HeadName.parse(name.partition("@")[0]) for name in new.index]
     sites = {
-        "id": new,
+        "id": new.index,
         "kind": [head.kind for head in heads],
         "layer": [head.layer for head in heads],
         "name": list(map(str, heads)),
-        "position": [place_of[name.partition("@")[2]] for name in new],
+        "position": [place_of[name.partition("@")[2]] for name in new.index],
         "outside": True,
-        "strength": abs(difference) * effects.loc[new].abs().max(axis=1).to_numpy(),
+        "strength": scale * new.to_numpy(),
     }
-    more = pd.DataFrame(sites).reindex(columns=[*nodes, "outside", "strength"])
-    inside = nodes.assign(outside=False, strength=nodes["attribution"].abs())
+    more = pd.DataFrame(sites).reindex(columns=list(inside))
     both = pd.concat([inside, more.astype(inside.dtypes.to_dict())], ignore_index=True)
     return both.join(effects, on="id")
 

@@ -118,7 +118,8 @@ def circuit_view(
     drawn, edge_notes = _fewer_edges(graph)
     nodes = drawn.nodes.drop(columns="error", errors="ignore").join(columns, on="id")
     if overlays.alone is not None:
-        nodes = with_sites_alone(nodes, overlays.alone, graph.value)
+        whole = graph.value if exact is None else exact.clean_value - exact.corrupted_value
+        nodes = with_sites_alone(nodes, overlays.alone, whole)
 
     # Texts
     of_difference, has_details = bool(graph.corrupted), contrast is not None

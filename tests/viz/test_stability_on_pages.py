@@ -16,7 +16,7 @@ def why():
     """Return an explanation with resampled prompts, whose graph is by role."""
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
-    return explain(model, task, resamples=2, n_patched=1)
+    return explain(model, task, resamples=2, strong=1.0)
 
 
 def page_with(graph, stability):
