@@ -120,12 +120,14 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
 
 def what_it_keeps(graph: CircuitGraph, circuit: Circuit, exact: Sweep) -> str:
     """Return a circuit's size, and how much of the difference between two runs it keeps."""
-    change = exact.clean_value - exact.corrupted_value
-    share = round(graph.value / change, 2) + 0.0  # adding 0.0 turns -0% into 0%
-    kept = f"keep {graph.value:.3g} of {change:.3g} ({share:.0%})"
+    kept, whole, among = graph.value, exact.clean_value - exact.corrupted_value, ""
     if circuit.ablation != "resample" or not _had_all_candidates(circuit):
-        kept = f"change it by {graph.value:.3g} in their own run"  # of another difference
-    return f"{len(circuit):,} of {circuit.n_sites:,} sites {kept}"
+        # The circuit keeps a share of another difference: of the change when all sites are ablated.
+        whole, among = circuit.whole - circuit.nothing, " that all of them carry"
+        kept = circuit.faithfulness * whole
+    share = round(kept / whole, 2) + 0.0  # adding 0.0 turns -0% into 0%
+    sites = f"{len(circuit):,} of {circuit.n_sites:,} sites"
+    return f"{sites} keep {kept:.3g} of {'the ' * bool(among)}{whole:.3g}{among} ({share:.0%})"
 
 
 def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:

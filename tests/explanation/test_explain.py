@@ -78,7 +78,7 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in lines
-    title = f"{why.title}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
+    title = f"{why.title.partition(';')[0]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
     assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
@@ -434,7 +434,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), strong=1.0)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
-    assert f"<title>{why.title}: logit_diff(7, 8) after " in page
+    assert f"<title>{why.title.partition(';')[0]}: logit_diff(7, 8) after " in page
     names = json.loads(page.split('id="state">')[1].split("</script>")[0])["names"]
     carriers = set()
     for row in why.table().to_dict("records"):
@@ -528,15 +528,18 @@ def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
     assert circuits.CircuitGraph.load(tmp_path / "g.json").additive_kinds == ("value",)
 
 
-def test_held_out_pairs_say_whether_the_circuit_holds(model, tmp_path):
-    """Compare with `evaluate`, on pairs of other lengths; bad pairs are refused before the search."""
+def test_held_out_pairs_say_whether_the_circuit_holds(model):
+    """Compare with `evaluate`, on pairs of other lengths. Bad pairs are refused at once."""
     pairs = tasks.agreement(model.tokenizer, 13, seed=3)
     why = explain(model, pairs[:5], held_out=pairs[5:], strong=1.0)
     measured = circuits.evaluate(model, why.circuit, pairs[5:])
     assert vars(why.held_out) == vars(measured)
     shares = f"{measured.faithfulness:.0%} ± {measured.standard_error:.0%}"
     assert why.title.endswith(f" on 5 pairs of prompts; {shares} on 8 held-out pairs")
-    assert why.title in str(why.view())
+    found, whole = why.circuit.faithfulness, why.circuit.whole - why.circuit.nothing
+    assert f" sites keep {found * whole:.3g} of the {whole:.3g} that all of them" in why.title
+    assert f" ({found:.0%}) on 5 pairs" in why.title
+    assert why.title.partition("±")[0] in str(why.view())
     assert "Test it on other pairs" not in why.text()
     assert why.circuit.tried["error"].min() <= 0.1
     with_less = explain(model, pairs[:1], held_out=pairs[5:], strong=1.0, faithfulness=0.5)
