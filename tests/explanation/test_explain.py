@@ -75,13 +75,14 @@ def test_it_says_what_the_model_answers(model, why):
             assert row[role] == answer
             assert row[f"{role}_rank"] == 1 + order.index(token)
             assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]), 1e-4)
-    lines = repr(why).splitlines()
+    lines = repr(why).splitlines()  # the title has two lines
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in lines
-    title = f"{why.title.partition(';')[0]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
+    kept, asked = why.title.partition(";")[0], CONTRAST.metric.name
+    title = f"{kept}: {asked} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
     assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
-    assert lines[2].split() == ["clean", "corrupted"]
-    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
+    assert lines[3].split() == ["clean", "corrupted"]
+    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[4]
 
 
 def turned(why, name, ways):
@@ -542,7 +543,7 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     assert why.title.partition("±")[0] in str(why.view())
     assert "Test it on other pairs" not in why.text()
     assert why.circuit.tried["error"].min() <= 0.1
-    with_less = explain(model, pairs[:1], held_out=pairs[5:], strong=1.0, faithfulness=0.5)
+    with_less = explain(model, pairs[:2], held_out=pairs[5:], strong=1.0, faithfulness=0.5)
     warns = with_less.held_out.faithfulness < 0.7 * with_less.circuit.faithfulness
     assert ("does not hold there" in with_less.text()) == warns
     for held_out, reason in (
