@@ -9,10 +9,12 @@ three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
                with ratio √√2. The grid is refined where f becomes sufficient or crosses 1 (for
-               several prompts, if their f are close to each other there).
+               several prompts, if their f are close to each other there). Prefixes of more than
+               512 sites are tried only if the next step finds no circuit.
     worth      Sites are ranked again by what they add to the current circuit, to first order
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
-               without a smaller circuit.
+               without a smaller circuit. If no short prefix suffices, it starts from the prefix
+               with the smallest error.
     pruning    The circuit is evaluated without each chunk of sites; then as many chunks as possible
                are removed together. If none can be, chunks are halved, down to single sites.
 
@@ -38,6 +40,8 @@ _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
+_ROUNDS = 8  # rounds without any sufficient circuit
+_SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
@@ -98,13 +102,17 @@ class SearchRun:
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
         self._ablated, self._wanted, self._near = ablated, wanted, near
         self.tried: list[dict[str, Any]] = []
+        self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
     def smallest(self, orders: Mapping[Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
         """Return the smallest circuit found; if prune=False, the shortest sufficient prefix."""
-        circuit = min(self.prefixes(orders), key=len)
         if not prune:
-            return circuit
-        circuit = self.prune(self.rank_again(circuit) if rank_again else circuit)
+            return min(self.prefixes(orders), key=len)
+        circuit = min(self.prefixes(orders, _SHORT), key=len)
+        circuit = self.rank_again(circuit) if rank_again else circuit
+        if len(circuit) == self._ablated.n_sites > _SHORT:  # no short prefix suffices
+            circuit = min(self.prefixes(orders), key=len)
+        circuit = self.prune(circuit)
         if self._near is not None:
             return circuit
         shorter = self.shorter_prefix(orders.values(), circuit)
@@ -115,11 +123,15 @@ class SearchRun:
         searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[Step, Rows] = {}
+        least = np.inf
         while asked:
             circuits = [circuit for some in asked.values() for circuit in some]
             steps = [step for step, some in asked.items() for _ in some]
             ends = np.cumsum([len(some) for some in asked.values()])[:-1]
-            answers = np.split(np.stack(self._measure(steps, circuits)), ends, axis=1)
+            values, errors = self._measure(steps, circuits)
+            if errors.min() < least:
+                least, self._closest = errors.min(), circuits[int(errors.argmin())]
+            answers = np.split(np.stack([values, errors]), ends, axis=1)
             for step, answer in zip(list(asked), answers, strict=True):
                 try:
                     asked[step] = searches[step].send(answer)
@@ -174,15 +186,20 @@ class SearchRun:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
-        best, idle, worth = circuit, 0, self._ablated.worth(circuit)
-        while idle < _IDLE_ROUNDS:
+        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit.
+
+        If no prefix suffices, the next ranking starts from the prefix with the smallest error. For
+        several prompts, this is often a short one: long prefixes overshoot on some prompts before
+        they suffice for others.
+        """
+        best, every, worth, idle = circuit, self._ablated.n_sites, None, 0
+        while idle < (_IDLE_ROUNDS if len(best) < every else _ROUNDS):
+            start = circuit if len(circuit) < every else self._closest
+            new = self._ablated.worth(start)
+            worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
-            (circuit,) = self.prefixes({"worth": order}, 2 * len(circuit))
-            if len(circuit) == len(order):
-                break
+            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _AT_ONCE))
             best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
-            worth = (worth + self._ablated.worth(circuit)) / 2
         return best
 
     def prune(self, circuit: Rows) -> Rows:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_only_lens.arguments import RESAMPLES, SHARE, halves_reasons
+from attn_only_lens.arguments import COUNT, RESAMPLES, SHARE, halves_reasons
 from attn_only_lens.cli.common import (
     OUTPUT,
     PROBLEM,
@@ -49,15 +49,19 @@ SaveCircuit = Annotated[
     'attn-only-lens explain gpt2 --clean "When Mary and John went out, John gave a drink to" '
     '--corrupted "When Mary and John went out, Mary gave a drink to" '
     '--answer " Mary" --wrong " John" --faithfulness 0.8 --out ioi.html',
-    'attn-only-lens explain small-english --clean "The keys near the cabinet" '
-    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
-    "--texts corpus.txt --out with_examples.html",
+    "attn-only-lens explain small-english --pairs pairs.json --held-out 8 --texts corpus.txt "
+    "--out with_examples.html",
 )
 def explain(
     prompts: PairOptions,
     out: OutGraph,
     model: HeadOptions,
     save_circuit: SaveCircuit = None,
+    held_out: Annotated[
+        int,
+        option("the number of pairs, the last ones, that test the circuit and do not find it"),
+        COUNT,
+    ] = 0,
     faithfulness: Faithfulness = 0.9,
     strong: Annotated[
         float,
@@ -91,7 +95,11 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    reasons = halves_reasons(prompts.n_pairs) if resamples else []
+    n_used = prompts.n_pairs - held_out
+    reasons = halves_reasons(n_used) if resamples else []
+    if n_used < 1:
+        expected = f"expected at most {prompts.n_pairs - 1}: the circuit is found on the others"
+        reasons.append(f"got --held-out {held_out} for {prompts.n_pairs} pairs; {expected}")
     if texts is not None and out.suffix == ".json":
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
@@ -101,7 +109,11 @@ def explain(
     from attn_only_lens.work import Work
 
     why = explanation.explain(
-        loaded, contrast, faithfulness=faithfulness, strong=strong, resamples=resamples
+        *(loaded, contrast[:n_used] if held_out else contrast),
+        held_out=contrast[n_used:] if held_out else None,
+        faithfulness=faithfulness,
+        strong=strong,
+        resamples=resamples,
     )
     typer.echo(why.text(top))
     if save_circuit is not None:

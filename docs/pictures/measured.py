@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from analyses.tools.flops import FlopCounter
-from attn_only_lens import Contrast, Work, circuits, explain, expose_neuron_heads, load, pretrained
+from attn_only_lens import (
+    Contrast,
+    Work,
+    circuits,
+    explain,
+    expose_neuron_heads,
+    load,
+    pretrained,
+    tasks,
+)
 from attn_only_lens import patching as p
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +74,19 @@ Values = dict[str, Any]
 
 
 def of_small_english() -> Values:
-    """Measure the numbers of the README's example."""
+    """Measure the numbers of the README's examples."""
     model = expose_neuron_heads(pretrained.small_english()).model
+    pairs = tasks.agreement(model.tokenizer, 16)
+    many = explain(model, pairs[:8], held_out=pairs[8:])
+    assert many.held_out is not None
+    held_out = {"elsewhere": [many.held_out.faithfulness]}
     why = explain(model, CABINET)
     sweep, other = why.attribution, circuits.evaluate(model, why.circuit, OTHER_NOUNS)
     kept = {"value": why.graph.value, "whole": sweep.clean_value - sweep.corrupted_value}
-    return {"cabinet": _sizes(why.circuit) | kept | {"elsewhere": [other.faithfulness]}}
+    return {
+        "pairs": _sizes(many.circuit) | held_out,
+        "cabinet": _sizes(why.circuit) | kept | {"elsewhere": [other.faithfulness]},
+    }
 
 
 def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, why: None) -> Values:
@@ -169,7 +185,7 @@ def sentences(values: Values) -> Iterator[tuple[str, str]]:
     """Yield pages, and sentences with the measured numbers that these pages must contain."""
     for page, lines in {
         "README.md": _of_readme(values),
-        "docs/index.md": [f"# {_small(values)}"],
+        "docs/index.md": _pairs(values),
         "docs/how_do_i.md": [
             f"This circuit keeps {_percent(values['cabinet']['kept'])} of the difference on its "
             f"own pair, and {_percent(values['cabinet']['elsewhere'][0])} on the two others"
@@ -181,18 +197,23 @@ def sentences(values: Values) -> Iterator[tuple[str, str]]:
         yield from ((page, line) for line in lines)
 
 
-def _small(values: Values) -> str:
-    size = "{n} of {n_sites:,} sites (heads and neurons, each at one position)"
-    cabinet = values["cabinet"]
-    share = cabinet["value"] / cabinet["whole"]
-    kept = f"keep {cabinet['value']:.3g} of {cabinet['whole']:.3g} ({share:.0%})"
-    return f"{size.format(**cabinet)} {kept}"
+def _pairs(values: Values) -> list[str]:
+    pairs = values["pairs"]
+    return [
+        f"# {pairs['n']} of {pairs['n_sites']:,} sites (heads and neurons, each at a role) keep "
+        f"{pairs['kept']:.0%} on 8 pairs,",
+        f"# and {pairs['elsewhere'][0]:.0%} on 8 others",
+    ]
 
 
 def _of_readme(values: Values) -> list[str]:
+    cabinet = values["cabinet"]
+    share = cabinet["value"] / cabinet["whole"]
+    kept = f"keep {cabinet['value']:.3g} of {cabinet['whole']:.3g} ({share:.0%})"
     return [
-        f"# {_small(values)}",
-        f"this one keeps {_percent(values['cabinet']['elsewhere'][0])} on two others",
+        *_pairs(values),
+        f"# {cabinet['n']} of {cabinet['n_sites']:,} sites {kept}; found on one pair",
+        f"this one keeps {_percent(cabinet['elsewhere'][0])} on two others",
         f"On SmolLM2-135M, `explain` costs about {values['agreement']['passes']:.0f} forward "
         "passes of the pair of prompts",
     ]

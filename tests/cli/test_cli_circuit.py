@@ -229,6 +229,16 @@ def test_pairs_are_made_for_a_task_and_read_by_other_commands(tmp_path):
     for name in ("clean", "corrupted", "name", "dropped", "answers", "wrong"):
         assert getattr(made, name) == getattr(expected, name)
     assert {role: tuple(places) for role, places in made.roles.items()} == expected.roles
+    page, saved = tmp_path / "page.html", tmp_path / "circuit.json"
+    options = ("--held-out", 3, "--faithfulness", 0.5, "--strong", 1, "--save-circuit", saved)
+    result = run("explain", "small-english", "--pairs", file, *options, "--out", page)
+    assert result.exit_code == 0, result.output
+    exposed = expose_neuron_heads(model, copy=True).model
+    kept = circuits.evaluate(exposed, circuits.Circuit.load(saved), made[-3:])
+    assert f"; {kept.faithfulness:.0%} ± " in result.output
+    assert "on 3 held-out pairs" in " ".join(result.output.split())
+    refused = run("explain", "small-english", "--pairs", file, "--held-out", 7, "--out", page)
+    assert "got --held-out 7 for 7 pairs; expected at most 6" in " ".join(refused.output.split())
     sweep = tmp_path / "sweep.parquet"
     result = run("patch", "small-english", "--pairs", file, "--sites", "L3H3", "--out", sweep)
     assert result.exit_code == 0, result.output
