@@ -113,18 +113,29 @@ def evaluate(
     measured, complete, _ = ablated.curves([rows])
     (left,) = ablated.by_prompt([rows])
     whole, nothing, weights = ablated.whole_by_prompt, ablated.nothing_by_prompt, ablated.weights
-    _, error = share_of_sums(left - nothing, whole - nothing, weights)
-    accuracies = [math.nan] * 3
-    if len(as_metric(contrast.metric).answers) == 2:  # such metrics are differences
-        accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
+    _, standard_error = share_of_sums(left - nothing, whole - nothing, weights)
+    compares_answers = len(as_metric(contrast.metric).answers) == 2  # such metrics are differences
+    accuracy, whole_accuracy, nothing_accuracy = (
+        float((values > 0).mean()) if compares_answers else math.nan
+        for values in (left, whole, nothing)
+    )
     # An equal pair has m(M) = m(∅) up to rounding, because its two runs are equal.
     changes = ((pair.clean != pair.corrupted) & pair.real).any(dim=1).cpu().numpy()
     some = (whole != nothing) & (weights > 0)
     if circuit.ablation == "resample" and len(whole) == len(changes):
         some &= changes
-    error = error if np.count_nonzero(some) > 1 else math.nan
-    numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
-    return Evaluation(*numbers, float(ablated.errors(left[None])[0]), *accuracies, len(pair.clean))
+    return Evaluation(
+        faithfulness=float(measured[0]),
+        completeness=float(complete[0]),
+        whole=ablated.whole,
+        nothing=ablated.nothing,
+        standard_error=standard_error if np.count_nonzero(some) > 1 else math.nan,
+        error=float(ablated.errors(left[None])[0]),
+        accuracy=accuracy,
+        whole_accuracy=whole_accuracy,
+        nothing_accuracy=nothing_accuracy,
+        n_prompts=len(pair.clean),
+    )
 
 
 def no_circuit_reasons(circuit: object) -> list[str]:

@@ -390,7 +390,8 @@ class _InChunks(AblatedModel):
         ends = np.cumsum([0, *(len(pair.clean) for pair in self._pairs)]).tolist()
         some = map(slice, ends[:-1], ends[1:])
         chunks = zip(self._chunks(), some, strict=True)
-        return sum(ablated.slopes(circuit, self.fit(part))[1] for ablated, part in chunks)
+        slopes = [ablated.slopes(circuit, self.fit(part))[1] for ablated, part in chunks]
+        return np.sum(slopes, axis=0)
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> Any:
         return (by_prompt * self.weights).sum(axis=-1)

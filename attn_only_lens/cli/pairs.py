@@ -1,7 +1,7 @@
 """`attn-only-lens pairs`: make pairs of prompts for a task."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,7 +34,8 @@ def pairs(
 
     loaded = load_model(model.model, model.dtype, model.device)
     if task in ("number", "gender"):
-        made = tasks.agreement(loaded.tokenizer, n, seed, feature=task)
+        feature: Literal["number", "gender"] = "gender" if task == "gender" else "number"
+        made = tasks.agreement(loaded.tokenizer, n, seed, feature=feature)
     else:
         made = getattr(tasks, task)(loaded.tokenizer, n, seed)
     made = tasks.solved_by(loaded, made)

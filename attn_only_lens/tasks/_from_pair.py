@@ -67,13 +67,13 @@ def from_pair(
     """
     reasons = contrast_reasons(contrast)
     InputError.raise_if(reasons, PROBLEM)
-    texts = [contrast.clean, contrast.corrupted]
     answers = [row[0] for rows in as_metric(contrast.metric).answers for row in rows]
-    parts = [*texts, *answers]
-    if len(answers) != 2 or not all(isinstance(part, str) for part in parts):
+    parts = [contrast.clean, contrast.corrupted, *answers]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(answers) != 2 or len(texts) != len(parts):
         expected = "two texts, and logit_diff with two texts as answers"
         reasons.append(f"got {contrast!r}; expected one pair: {expected}")
-    axes, reasons_of_words = _axes(words, [part for part in parts if isinstance(part, str)])
+    axes, reasons_of_words = _axes(words, texts)
     InputError.raise_if([*reasons, *reasons_of_words], PROBLEM)
 
     def pairs() -> Iterator[Pair]:
@@ -83,8 +83,8 @@ def from_pair(
                 for before, after in zip(axes, choice, strict=True)
                 for old, new in zip(before, after, strict=True)
             }
-            clean, corrupted = (_swapped(text, swaps, axes) for text in texts)
-            right, wrong = (_swapped(answer, swaps, {}).text for answer in answers)
+            clean, corrupted = (_swapped(text, swaps, axes) for text in texts[:2])
+            right, wrong = (_swapped(answer, swaps, {}).text for answer in texts[2:])
             yield Pair(*_common_roles(clean, corrupted), (right,), (wrong,))
 
     def solved(candidates: Contrast) -> list[int]:
@@ -157,10 +157,11 @@ def _swapped(text: str, swaps: Mapping[str, str], roles: Mapping[tuple[str, ...]
 def _common_roles(clean: Filled, corrupted: Filled) -> tuple[Filled, Filled]:
     """Keep the roles that both prompts have."""
     common = clean.ends.keys() & corrupted.ends.keys()
-    return tuple(
-        replace(side, ends={role: end for role, end in side.ends.items() if role in common})
-        for side in (clean, corrupted)
-    )
+
+    def kept(side: Filled) -> Filled:
+        return replace(side, ends={role: side.ends[role] for role in side.ends if role in common})
+
+    return kept(clean), kept(corrupted)
 
 
 def solved_by(model: Any, contrast: Contrast) -> Contrast:
