@@ -262,6 +262,40 @@ def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
     assert max(ablated.sizes) < 2**10
 
 
+def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
+    """By hand: the metric of both prompts is the sum of the sites' effects, and of all sites (1, 1).
+
+    20 sites add .05 to both, of which 16 suffice for .79. They are ranked after 101 sites that add
+    .2 to the first prompt only. As many with -.2 come last, so only prefixes of nearly all sites suffice.
+    """
+    only_first, both, tail = 101, 20, 1797
+    effects = np.zeros((only_first * 2 + both + tail, 2))
+    effects[:only_first, 0], effects[-only_first:, 0] = 0.2, -0.2
+    effects[only_first : only_first + both] = 0.05
+
+    class Ablated:
+        n_sites, largest = len(effects), 0
+
+        def faithfulness_and_error(self, circuits):
+            self.largest = max([self.largest, *map(len, circuits)])
+            sums = [effects[circuit].sum(axis=0) for circuit in circuits]
+            values = np.array(sums).reshape(-1, 2)
+            return values.mean(axis=1), abs(values - 1).mean(axis=1)
+
+        def worth(self, circuit):
+            falls_short = np.sign(1 - effects[circuit].sum(axis=0).round(9))
+            return effects @ falls_short / 2
+
+    ablated, orders = Ablated(), {"magnitude": np.arange(len(effects))}
+    search = SearchRun(ablated, 0.79)
+    circuit = search.smallest(orders, prune=True, rank_again=True)
+    assert len(circuit) == 16
+    assert set(circuit) <= set(range(only_first, only_first + both))
+    assert ablated.largest <= 512
+    without = search.prefixes(orders)[0]  # control
+    assert len(without) > len(effects) - only_first
+
+
 def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypatch):
     """The search's circuits are as faithful as for an ablated model that records its own runs."""
 
