@@ -459,7 +459,7 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
         left = np.array([result.faithfulness for result in results]) * spans
         share, n = (w @ left) / (w @ spans), len(prompts)
         error = np.sqrt((w**2 * (left - share * spans) ** 2).sum() * n / (n - 1)) / abs(w @ spans)
-        return share, error, w @ abs(left / spans - 1)
+        return share, error, w @ abs(left - spans) / (w @ abs(spans))
 
     result = evaluate(model, circuit, contrast)
     got = result.faithfulness, result.standard_error, result.error
