@@ -266,13 +266,13 @@ def _evaluated(kit):
     return circuit.exists()
 
 
-def _solvable(kit: Kit) -> Contrast:
+def _solvable(kit):
     """Return a pair whose answers are two tokens of which the model prefers one on each prompt."""
     texts = "w3 w5 w2", "w3 w7 w2"
     clean, corrupted = (kit.model(text, return_type="logits")[0, -1].detach() for text in texts)
     here, there = (side[:, None] > side[None] for side in (clean, corrupted))
     right, wrong = (here & ~there).nonzero()[0].tolist()
-    names = [kit.model.tokenizer.decode([token]) for token in (right, wrong)]
+    names = [f" {kit.model.tokenizer.decode([token])}" for token in (right, wrong)]
     return Contrast(*texts, p.logit_diff(*names))
 
 
@@ -506,6 +506,7 @@ OF_NO_MODEL = {
     *("Example", "NeuronStatistics", "HeadStatistics"),
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
+    "pairs",  # a random model solves no task; `solved_by` has a row
 }
 """Public names without a row."""
 TITLES = {
@@ -534,8 +535,8 @@ If a function raises any other error, `make support` fails and does not write th
 results are available [as CSV](support.csv).
 
 `demo` and `pretrained` use only the shipped models: bridges with version 4, either class with
-version 3.9. Models from other families may be refused for other reasons: see [limits](limits.md)
-and [growth](growth.md)."""
+version 3.9. `pairs` takes the models that `tasks.solved_by` takes. Models from other families may
+be refused for other reasons: see [limits](limits.md) and [growth](growth.md)."""
 ROWS = {
     "attn_only_lens": LENS,
     "attn_only_lens.patching": PATCHING,

@@ -271,7 +271,6 @@ class Explanation:
                 names[row["id"]] = label + ", sign disputed" * row["disputed"]
             else:
                 names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
-        by_role = bool(self.graph.roles)  # one token in each prompt, so there are no patterns
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -294,12 +293,10 @@ class Explanation:
         ]
         if (tokens := self.attribution.tokens) is not None:
             notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
-            if by_role:
-                notes.insert(0, f"Clean prompt {self.shown}: {joined(tokens.clean[self.shown])}")
         return circuit_view(
             self.graph,
-            *(None, None) if by_role else (self.model, self.contrast),
-            prompt=0 if by_role else self.shown,
+            *(self.model, self.contrast),
+            prompt=self.shown,
             overlays=Overlays(
                 *(self.patches["noise"], examples, circuit.stability),
                 alone=table[["id", "denoise", "noise"]],

@@ -63,10 +63,12 @@ def circuit_page(
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
-            meaning of that column; `notes`, strings that the page shows; `corrupted`, the tokens of
-            the corrupted prompt, if the details have its patterns; `additive`, the kinds of
-            edges that sum to attributions (by default "value"); and `groups`, the `members`,
-            `effect` and `sum_of_effects` of groups that were measured. If some of these edges come
+            meaning of that column; `notes`, strings that the page shows; `caption`, strings below
+            the drawing; `corrupted`, the tokens of the corrupted prompt, if the details have its
+            patterns; `roles`, for columns that are roles: by name, the index of the role's token in
+            `tokens`, or None (nodes' `position` then counts roles); `additive`, the kinds of edges
+            that sum to attributions (by default "value"); and `groups`, the `members`, `effect` and
+            `sum_of_effects` of groups that were measured. If some of these edges come
             from a node of the kind "rest", a bar in every node shows the part of its inflow that is
             drawn (see `circuit_view`).
         details: by id, or by name for all positions of a node; fields by id take precedence.
@@ -151,7 +153,9 @@ def _drawing(
 ) -> dict[str, Any]:
     """Return the data that both the page and the picture show."""
     tokens = [visible_token(token) for token in meta["tokens"]]
-    axis = [_shortened(token) for token in tokens]
+    columns, places, below = _axis(meta, tokens)
+    axis = [_shortened(name) for name in columns]
+    cells = [max(map(_cells, texts)) for texts in zip(axis, below, strict=True)]
     row, rows = rows_of(nodes)
     row_of = {name: index for index, name in enumerate(nodes["id"])}
     ends = edges.assign(source=edges["source"].map(row_of), target=edges["target"].map(row_of))
@@ -180,14 +184,32 @@ def _drawing(
         "additive": additive,
         "has_bars": "status" not in edges and bool(edges["kind"][from_rest].isin(additive).any()),
         "tokens": tokens,
+        "columns": columns,
+        "places": places,
+        "by_role": bool(meta.get("roles")),
         "axis": axis,
-        "axis_width": [round(_CHARACTER * _cells(token), 1) for token in axis],
+        "below": below,
+        "axis_width": [round(_CHARACTER * n, 1) for n in cells],
+        "caption": list(meta.get("caption", ())),
         "style": asset("assets/graph.css"),
         "per_character": _CHARACTER,
         "padding": _PADDING + _SIGN,
         "first_view": {"most": MOST, "fewest": FEWEST},
     }
     return drawing | {"first": first_view(drawing)}
+
+
+def _axis(
+    meta: Mapping[str, Any], tokens: list[str]
+) -> tuple[list[str], list[int | None], list[str]]:
+    """Return the columns' names, their tokens' indices in the shown prompt, and texts below."""
+    roles: Mapping[str, int | None] = meta.get("roles") or {}
+    if not roles:
+        return tokens, [*range(len(tokens))], [str(i) for i in range(len(tokens))]
+    corrupted = list(map(visible_token, meta.get("corrupted", ()))) or tokens
+    pairs = [("–",) if i is None else (tokens[i], corrupted[i]) for i in roles.values()]
+    below = [" / ".join(map(_shortened, dict.fromkeys(pair))) for pair in pairs]
+    return [visible_token(role) for role in roles], list(roles.values()), below
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, StrictBool, ValidationError
+from pydantic import (
+    BaseModel,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    StrictBool,
+    ValidationError,
+)
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
@@ -39,6 +47,8 @@ class _Meta(BaseModel):
     title: str = ""
     notes: list[str] = []
     corrupted: list[str] = []
+    caption: list[str] = []
+    roles: dict[str, NonNegativeInt | None] = {}
 
 
 class _Group(BaseModel):
@@ -117,9 +127,15 @@ def circuit_reasons(
     n_tokens = len(meta["tokens"])
     if (n_corrupted := len(meta.get("corrupted", ()))) not in (0, n_tokens):
         reasons.append(f"got {n_corrupted} corrupted tokens; expected {n_tokens}, or none")
+    roles = meta.get("roles") or {}
+    reasons += [
+        f"got the role {role!r} at token {index}; the prompt has {n_tokens} tokens"
+        for role, index in roles.items()
+        if index is not None and index >= n_tokens
+    ]
     return [
         *reasons,
-        *_node_reasons(nodes, n_tokens),
+        *_node_reasons(nodes, len(roles) or n_tokens),
         *_edge_reasons(edges, nodes),
         *_details_reasons(details, nodes, n_tokens),
         *(_field_reasons("state", state, _State) or _state_reasons(_State(**state), nodes)),
@@ -138,7 +154,7 @@ def _field_reasons(what: str, value: Any, model: type[BaseModel]) -> list[str]:
     return []
 
 
-def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
+def _node_reasons(nodes: pd.DataFrame, n_columns: int) -> list[str]:
     reasons = ["the circuit has no nodes"] * (not len(nodes))
     for column in ("id", "name"):
         odd = [node for node in nodes[column] if not isinstance(node, str)]
@@ -147,7 +163,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
     reasons += [f"{len(twice)} node ids occur twice, such as {value!r}" for value in twice[:1]]
     for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
         reasons += _word_reasons(nodes, column, words, "nodes")
-    most = {"layer": np.inf, "position": n_tokens - 1}
+    most = {"layer": np.inf, "position": n_columns - 1}
     most |= dict.fromkeys(("inclusion", "inclusion_low", "inclusion_high"), 1)
     for column in ("value", "attribution", "exact", *ALONE, "strength", *most):
         if column not in nodes:

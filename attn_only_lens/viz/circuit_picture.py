@@ -219,7 +219,7 @@ def _axis(data: _Data, placed: Layout) -> list[str]:
             parts.append(_text(x, 17, "⋯", "token") + _text(x, 32, f"{first}–{last}", "index"))
         else:
             parts.append(_text(x, 17, data["axis"][first], "token"))
-            parts.append(_text(x, 32, str(first), "index"))
+            parts.append(_text(x, 32, data["below"][first], "index"))
     return [*parts, "</g>"]
 
 
@@ -238,7 +238,8 @@ def _legend(data: _Data) -> str:
         f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]
     )
     kinds += " · bar: the inflow that is drawn" * data["has_bars"]
-    return f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}"
+    said = "".join(f" · {text}" for text in data["caption"])
+    return f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}{said}"
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from attn_only_lens.axes import SELF
@@ -13,6 +14,7 @@ from attn_only_lens.circuits.linear_graph import Places
 from attn_only_lens.circuits.own_run import graph_runs, reasons_of_another_run
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.recording import Recording, record
@@ -37,18 +39,24 @@ class ShownRuns:
         model: the graph's model.
         runs: the clean run and, if it is shown, the corrupted run.
         prompt: the index of the shown prompt.
+        columns: the positions of the shown tokens: all or, for a graph by role, without padding.
+        roles: the index of each role's token in `columns`, or None if the shown prompt has none;
+            empty if the graph's nodes are at positions.
     """
 
     model: Any
     runs: tuple[Recording, ...]
     prompt: int
+    columns: list[int]
+    roles: dict[str, int | None]
 
     @classmethod
     def of(cls, graph: CircuitGraph, model: Any, contrast: Contrast, prompt: int) -> "ShownRuns":
         """Record the runs; raise InputError if the model or the prompts are not the graph's."""
         refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
         pair = contrast.pair(model)
-        for tokens, texts in ((pair.clean, graph.tokens), (pair.corrupted, graph.corrupted)):
+        sides = ((pair.clean, graph.tokens), (pair.corrupted, graph.corrupted))
+        for tokens, texts in () if graph.roles else sides:
             if texts and all_token_texts(model, tokens) != texts:  # none for one run
                 shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in texts[:3]]
                 refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
@@ -57,8 +65,39 @@ class ShownRuns:
             runs = [record(model, pair.clean, pair.mask, names=names)]
         else:
             runs = [*graph_runs(graph, model, pair, names)]
-        refuse(*reasons_of_another_run(graph, model, runs[0].hooked, Places.of(pair)))
-        return cls(model, tuple(runs), prompt)
+        places = Places.of(pair, graph.roles or "each")
+        refuse(*reasons_of_another_run(graph, model, runs[0].hooked, places))
+        columns = list(range(pair.clean.shape[1]))
+        if places.chosen is None:
+            return cls(model, tuple(runs), prompt, columns, {})
+        if graph.circuit is None:  # without tokens in the graph, only its value tells the prompts
+            metric = bind(contrast.metric, model, pair, runs[0].logits)
+            clean, corrupted = (metric.of(run.logits) for run in runs)
+            if not abs(clean - corrupted - graph.value) <= 1e-2 * max(abs(clean), abs(graph.value)):
+                refuse(
+                    f"got prompts between which the metric changes by {clean - corrupted:.4g}, but "
+                    f"the graph's value is {graph.value:.4g}: the graph is from other prompts"
+                )
+        columns = pair.real[prompt].nonzero().flatten().tolist()
+        at_role = (row.nonzero().flatten().tolist() for row in places.chosen[:, prompt])
+        roles = {
+            role: columns.index(some[0]) if some else None
+            for role, some in zip(places.names, at_role, strict=True)
+        }
+        return cls(model, tuple(runs), prompt, columns, roles)
+
+    @property
+    def tokens(self) -> list[list[str]]:
+        """The texts of the shown tokens, in each run."""
+        rows = [run.tokens[self.prompt, self.columns] for run in self.runs]
+        return [list(texts) for texts in all_token_texts(self.model, torch.stack(rows))]
+
+    def position(self, place: float) -> int | None:
+        """Return the position of a place in the shown prompt; None for a role without a token."""
+        if not self.roles:
+            return int(place)
+        index = list(self.roles.values())[int(place)]
+        return None if index is None else self.columns[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +137,11 @@ def example_fields(heads: pd.DataFrame, examples: pd.DataFrame) -> DetailFields:
 def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
     """Return the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    Skip and error nodes have no patterns.
+    Skip and error nodes have no patterns. Heads at a role without a token in the shown prompt have
+    no patterns either.
     """
-    runs = shown.runs
-    most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
+    runs, columns = shown.runs, shown.columns
+    most = _WEIGHTS // (len(runs) * len(columns))
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     seen: dict[tuple[str, str], list[list[Tensor]]] = {}
@@ -118,12 +158,13 @@ def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
         for side, (z, patterns) in zip(("", "corrupted_"), seen[hooks], strict=False):
             pattern = patterns[head.index].numpy().round(3)
             if head.kind in NEURON_KINDS:
-                z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
-                of_side = {f"{side}pattern": pattern[:, SELF].tolist(), f"{side}z": z_of_neuron}
+                z_of_neuron = short_numbers(z[columns, head.index, 0].tolist(), 3)
+                gates = pattern[columns, SELF].tolist()
+                of_side = {f"{side}pattern": gates, f"{side}z": z_of_neuron}
                 fields.setdefault(name, {}).update(of_side)
-            else:
+            elif (place := shown.position(position)) is not None:
                 of_head = fields.setdefault(key, {})
-                of_head[f"{side}pattern"] = pattern[int(position)].tolist()
+                of_head[f"{side}pattern"] = pattern[place, columns].tolist()
     note = f"Patterns: only for the {most} nodes with the largest |attribution|."
     return DetailFields(fields, (note,) if len(strongest) < len(heads) else ())
 
@@ -140,10 +181,10 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
     )
     if corrupted:
         z = {hook: output - corrupted[0][hook] for hook, output in z.items()}
-    nodes = [
-        (name, shown.prompt, int(position))
-        for name, position in heads[["name", "position"]].to_numpy()
-    ]
+    here = list(map(shown.position, heads["position"]))
+    heads = heads[[place is not None for place in here]]
+    places = (place for place in here if place is not None)
+    nodes = [(name, shown.prompt, place) for name, place in zip(heads["name"], places, strict=True)]
     try:
         effects = DirectEffects(model)
         raised = effects.promoted_tokens(z, nodes, k)

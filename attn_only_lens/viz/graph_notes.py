@@ -34,13 +34,14 @@ _WHAT_IS_EXACT = {
 }
 
 
-def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
+def notes_about(graph: CircuitGraph, prompt: int, n_prompts: int) -> list[str]:
     """Return the page's notes about the nodes, prompts and edges of the graph."""
     kinds = set(graph.heads["kind"])
     counts = count_kinds(graph.heads["kind"]) or "none"
     sites, others = f"{len(graph.heads):,} of {graph.n_heads:,}", len(graph.nodes)
+    place = "role" if graph.roles else "position"
     notes = [
-        f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one position), and "
+        f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one {place}), and "
         f"{others - len(graph.heads):,} others for tokens, sums and the metric. The sites have "
         f"{graph.mass:.0%} of the sum of |attribution| over all sites"
         + ("; the other sites are summed into one node, 'rest'." if graph.mass < 1 else ".")
@@ -48,11 +49,13 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     if graph.circuit is not None:
         notes.append(_about_circuit(graph, graph.circuit))
     notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
-    if len(graph.tokens) > 1:
+    if n_prompts > 1:
         notes.append(
             f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
-            f"and edges add up to the mean over {len(graph.tokens)} prompts, and values are means."
+            f"and edges add up to the mean over {n_prompts} prompts, and values are means."
         )
+    if graph.roles:
+        notes.append(_about_roles(graph))
     if graph.corrupted:
         of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
         by_pattern = of_patterns.reindex(graph.heads["id"]).fillna(0.0).to_numpy()
@@ -67,6 +70,39 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     if "rest" in set(graph.edges["source"]):
         notes.append(_BARS + _about_rest(graph))
     return notes
+
+
+def _about_roles(graph: CircuitGraph) -> str:
+    """Say what becomes of the tokens without a role."""
+    share = share_of_rest(graph)
+    through = f"{share:.1%}" if share >= 0.001 else "less than 0.1%" if share else "nothing"
+    return (
+        "Roles: nodes are at the tokens with a role. Heads and neurons at all other tokens work as "
+        "in the model and are never ablated; what passes through them comes from the node 'rest', "
+        f"whose edges have {through} of the sum of all |weight|. The attribution of 'rest' itself "
+        "is only that of sites at tokens with a role."
+    )
+
+
+def share_of_rest(graph: CircuitGraph) -> float:
+    """Return the share of Σ |weight| that edges from "rest" have, of edges that add up."""
+    edges = graph.edges[graph.edges["kind"].isin(graph.additive_kinds)]
+    sizes = edges["weight"].abs()
+    return float(sizes[edges["source"] == "rest"].sum() / (sizes.sum() or 1.0))
+
+
+def caption(graph: CircuitGraph, prompt: int, n_prompts: int) -> list[str]:
+    """Return what a reader of the drawing alone has to know about its numbers."""
+    parts = list[str]()
+    if n_prompts > 1:
+        what = "pairs of prompts" if graph.corrupted else "prompts"
+        parts.append(f"numbers: means over {n_prompts} {what}; tokens: prompt {prompt}")
+    if graph.circuit is not None and not _keeps_whole(graph.circuit):
+        parts.append(
+            f"edges: they add up to {graph.value:.3g}, the change of the metric from the corrupted "
+            "run to the circuit's own run"
+        )
+    return parts
 
 
 def _about_rest(graph: CircuitGraph) -> str:
@@ -97,6 +133,11 @@ def _about_circuit(graph: CircuitGraph, circuit: Circuit) -> str:
     )
 
 
+def _keeps_whole(circuit: Circuit) -> bool:
+    """Return whether what a circuit keeps is a change from the corrupted run to its own run."""
+    return circuit.ablation == "resample" and _had_all_candidates(circuit)
+
+
 def _had_all_candidates(circuit: Circuit) -> bool:
     """Return whether all heads and neurons at all tokens were candidates for a circuit."""
     among = circuit.candidates
@@ -105,23 +146,23 @@ def _had_all_candidates(circuit: Circuit) -> bool:
 
 def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> str:
     """Return the question that a graph of a difference answers, with what is answered."""
+    circuit, n = graph.circuit, exact.n_prompts
+    head = exact.clean_and_corrupted if circuit is None else what_it_keeps(graph, circuit, exact)
+    if graph.roles:
+        return f"{head} on {n} pair{'s' * (n > 1)} of prompts"
     bos = getattr(getattr(model, "tokenizer", None), "bos_token", None)
     sides = (
         tokens[tokens[:1] == (bos,) :] for tokens in (graph.tokens[prompt], graph.corrupted[prompt])
     )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
-    if graph.roles:
-        texts, more = f"{exact.n_prompts} pairs of prompts", ""
-    circuit = graph.circuit
-    head = exact.clean_and_corrupted if circuit is None else what_it_keeps(graph, circuit, exact)
     return f"{head}: {graph.metric} after {texts}{more}"
 
 
 def what_it_keeps(graph: CircuitGraph, circuit: Circuit, exact: Sweep) -> str:
     """Return a circuit's size, and how much of the difference between two runs it keeps."""
     kept, whole, among = graph.value, exact.clean_value - exact.corrupted_value, ""
-    if circuit.ablation != "resample" or not _had_all_candidates(circuit):
+    if not _keeps_whole(circuit):
         # The circuit keeps a share of another difference: of the change when all sites are ablated.
         whole, among = circuit.whole - circuit.nothing, " that all of them carry"
         kept = circuit.faithfulness * whole

@@ -22,7 +22,13 @@ from attn_only_lens.viz.graph_details import (
     pattern_fields,
     token_fields,
 )
-from attn_only_lens.viz.graph_notes import graph_title, notes_about, what_is_exact
+from attn_only_lens.viz.graph_notes import (
+    caption,
+    graph_title,
+    notes_about,
+    share_of_rest,
+    what_is_exact,
+)
 from attn_only_lens.viz.graph_overlays import (
     Overlays,
     exact_effects,
@@ -37,6 +43,7 @@ _BOTH_RUNS = (
     "Details: attention of both runs, and tokens that the change of an output raises and lowers."
 )
 _EDGES = 24_000
+_LEAST_REST = 0.001  # the least share of Σ |weight| with which "rest" is shown at first
 _FEWEST = 8  # for each kind of edge, the number of edges into a node that a page always keeps
 
 
@@ -60,7 +67,9 @@ def circuit_view(
         contrast: the graph's contrast; needed with a model. The page of a difference shows patterns
             of both runs, and the tokens that the change in a node's output (clean minus corrupted)
             raises and lowers.
-        prompt: index of the prompt whose tokens and patterns are shown.
+        prompt: index of the prompt whose tokens and patterns are shown. In a graph by role, columns
+            are roles, and the shown prompt's tokens are below their names; without a contrast, the
+            page has only the roles.
         top_tokens: number of tokens to list that a node raises most, and lowers most.
             Amounts are standard deviations above the mean over the vocabulary.
         overlays: further results to show for the nodes: exact effects, examples, stability, groups.
@@ -69,11 +78,12 @@ def circuit_view(
 
     Returns:
         The page. A click on a node shows its pattern, its edges, and the tokens that it reads and
-        writes. If some edges come from "rest", the page shows this node at first, and a bar in
-        every node shows how much of the node's inflow is drawn: the sum s of the shown edges that
-        do not come from "rest", as a share of the sum of all edges into the node. At the metric,
-        the share is also given as a number. It is negative or above 100 % if s and the inflow that
-        is not drawn, u, have opposite signs; the bar is always |s| / (|s| + |u|).
+        writes. If some edges come from "rest", a bar in every node shows how much of the node's
+        inflow is drawn: the sum s of the shown edges that do not come from "rest", as a share of
+        the sum of all edges into the node. At the metric, the share is also given as a number. It
+        is negative or above 100 % if s and the inflow that is not drawn, u, have opposite signs;
+        the bar is always |s| / (|s| + |u|). The page shows "rest" at first if its edges have at
+        least 0.1 % of the sum of |weight|.
 
     Raises:
         InputError: the model or the contrast is not the graph's, or only one of the two is passed;
@@ -96,8 +106,9 @@ def circuit_view(
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     exact, stability = overlays.exact, overlays.stability
     reasons = _reasons(graph, model, contrast) + exact_reasons(graph, exact)
-    if not is_count(prompt, 0, len(graph.tokens) - 1):
-        reasons.append(f"got prompt={prompt!r}; the graph has {len(graph.tokens)} prompts")
+    n_prompts = len(contrast if graph.roles and isinstance(contrast, Contrast) else graph.tokens)
+    if not is_count(prompt, 0, n_prompts - 1):
+        reasons.append(f"got prompt={prompt!r}; the graph has {n_prompts} prompts")
     refuse(*reasons, *COUNT.reasons(top_tokens=top_tokens))
     measured, state = groups_and_state(graph, overlays.groups, state)
 
@@ -108,8 +119,11 @@ def circuit_view(
     if stability is not None:
         columns = columns.join(inclusion_of_nodes(graph, stability))
     parts: list[DetailFields] = []
-    if contrast is not None:
+    if contrast is None:
+        tokens, roles = [list(graph.tokens[prompt])], dict[str, int | None]()
+    else:
         shown = ShownRuns.of(graph, model, contrast, prompt)
+        tokens, roles = shown.tokens, shown.roles
         parts.append(pattern_fields(shown, graph.heads))
         if top_tokens:
             parts.append(token_fields(shown, graph.heads, top_tokens))
@@ -122,31 +136,36 @@ def circuit_view(
         nodes = with_sites_alone(nodes, overlays.alone, whole)
 
     # Texts
+    absent = ", ".join(role for role, index in roles.items() if index is None)
     of_difference, has_details = bool(graph.corrupted), contrast is not None
     title = ""
     if exact is not None and of_difference:
         title = graph_title(graph, exact, prompt, model)
     meta = {
-        "tokens": list(graph.tokens[prompt]),
-        "corrupted": list(graph.corrupted[prompt]) if of_difference and has_details else [],
+        "tokens": tokens[0],
+        "corrupted": tokens[1] if of_difference and has_details else [],
+        "roles": roles,
         "metric": "change of " * of_difference + graph.metric,
         "value": graph.value,
         "model": graph.model,
         "title": title,
         "exact": "" if exact is None else what_is_exact(graph, exact),
         "notes": [
-            *(*notes, *notes_about(graph, prompt)),
+            *(*notes, *notes_about(graph, prompt, n_prompts)),
             *[_BOTH_RUNS] * (of_difference and has_details),
             *(note for part in parts for note in part.notes),
+            *[f"Prompt {prompt} has no token of these roles: {absent}; see the other prompts."]
+            * bool(absent),
             *edge_notes,
             *([] if overlays.groups is None else [f"Groups: {overlays.groups!r}."]),
             *([] if stability is None else [f"Stability: {stability!r}."]),
         ],
         "groups": measured,
+        "caption": caption(graph, prompt, n_prompts),
         "additive": list(EDGE_KINDS) if of_difference else ["value"],
     }
     shown_first: dict[str, Any] = {"kinds": meta["additive"]} if of_difference else {}
-    if "rest" in set(drawn.edges["source"]):
+    if share_of_rest(drawn) >= _LEAST_REST:
         shown_first["extras"] = True
     state = {**shown_first, **(state or {})}
     edges = drawn.edges[list(EDGE_COLUMNS)]
@@ -162,11 +181,8 @@ def _reasons(graph: CircuitGraph, model: Any, contrast: Contrast | None) -> list
         return []
     if reasons := contrast_reasons(contrast, both=bool(graph.corrupted)):
         return reasons
-    if graph.roles:
-        reasons.append(
-            f"got a contrast for a graph over the roles {', '.join(graph.roles)}, which are at "
-            "other positions in each prompt; call circuit_view(graph), without a model and contrast"
-        )
+    if lacking := ", ".join(role for role in graph.roles if role not in (contrast.roles or {})):
+        reasons.append(f"the contrast lacks roles of the graph: {lacking}; expected all of them")
     if contrast.corrupted is not None and not graph.corrupted:
         reasons.append(
             "got a contrast with corrupted prompts for a graph of one run; expected corrupted=None"

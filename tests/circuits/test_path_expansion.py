@@ -205,7 +205,7 @@ def test_several_prompts_and_padding():
         assert (both.logits[:, i, : len(row)] - one.logits[:, 0]).abs().max() < 1e-5
     mean = sum(one.effects()["effect"] / 2 for one in alone)
     assert abs(both.effects()["effect"] - mean).max() < 1e-5
-    with pytest.raises(InputError, match="3 to 5 tokens: position 0 is '3' in prompt 0"):
+    with pytest.raises(InputError, match="prompt 0 has 5 tokens, and prompt 1 has 3, so"):
         both.paths()
     rows = torch.stack([rows[0], rows[0].flip(0)])
     both = circuits.path_expansion(model, Contrast(rows, None, p.logit_diff([7, 5], wrong=8)))

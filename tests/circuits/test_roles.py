@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 from common import mlp_hook, tokens
+from page_of_circuit import read_back
 
-from attn_only_lens import Contrast, HeadName, Work, explain
+from attn_only_lens import Contrast, HeadName, Work, explain, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
@@ -50,17 +51,21 @@ def prompts(roles, seed=0):
     return Contrast(clean * mask, corrupted * mask, METRIC, roles=roles, mask=mask), pairs
 
 
+def place_of(pairs, roles, i, role):
+    """Return the role's token, or None if a later role has the same token."""
+    at = {x: len(pairs[i][0]) - 1 if x == "end" else roles[x][i] for x in roles}
+    return at[role] if [x for x in at if at[x] == at[role]][-1] == role else None
+
+
 @torch.no_grad()
-def with_gone(model, pairs, roles, gone, ablation):
-    """Return the mean logit difference with the `gone` sites (name, role) ablated."""
-    values, caches = [], [model.run_with_cache(clean)[1] for clean, _ in pairs]
+def ablating(model, pairs, roles, gone, ablation):
+    """Return hooks for every prompt that ablate the `gone` sites (name, role)."""
+    caches, hooks_of_prompts = [model.run_with_cache(clean)[1] for clean, _ in pairs], []
 
     def place(i, role):
-        """Return the role's token, or None if a later role has the same token."""
-        at = {x: len(pairs[i][0]) - 1 if x == "end" else roles[x][i] for x in roles}
-        return at[role] if [x for x in at if at[x] == at[role]][-1] == role else None
+        return place_of(pairs, roles, i, role)
 
-    for i, (clean, corrupted) in enumerate(pairs):
+    for i, (_, corrupted) in enumerate(pairs):
         source, hooks = model.run_with_cache(corrupted)[1], []
         for name, role in gone:
             head = HeadName.parse(name)
@@ -83,6 +88,15 @@ def with_gone(model, pairs, roles, gone, ablation):
                 return z
 
             hooks.append((hook_name, ablate))
+        hooks_of_prompts.append(hooks)
+    return hooks_of_prompts
+
+
+@torch.no_grad()
+def with_gone(model, pairs, roles, gone, ablation):
+    """Return the mean logit difference with the `gone` sites (name, role) ablated."""
+    values, all_hooks = [], ablating(model, pairs, roles, gone, ablation)
+    for (clean, _), hooks in zip(pairs, all_hooks, strict=True):
         logits = model.run_with_hooks(clean, fwd_hooks=hooks)[0, -1]
         values.append((logits[7] - logits[11]).item())
     return sum(values) / len(values)
@@ -256,6 +270,77 @@ def test_an_explanation_by_role_is_that_of_plain_hooks_with_padding_on_either_si
     assert why.text().count("at a role") == 1
 
 
+@pytest.mark.parametrize("roles", [ROLES, SHARED], ids=["own tokens", "shared tokens"])
+@pytest.mark.parametrize("of_circuit", [False, True], ids=["whole", "circuit"])
+@torch.no_grad()
+def test_a_page_by_role_shows_plain_runs_of_the_shown_prompt(model, roles, of_circuit):
+    contrast, pairs = prompts(roles)
+    all_hooks, sites = [[]] * len(pairs), None
+    if of_circuit:
+        sites = discover(model, contrast, sites=p.Sites(positions="roles"), search=ALONE)
+        candidates = site_groups(model, contrast.pair(model), sites.candidates, "z")
+        key = ["name", "position"]
+        every = set(site_rows(candidates)[key].itertuples(index=False, name=None))
+        gone = every - set(sites.frame[key].itertuples(index=False, name=None))
+        all_hooks = ablating(model, pairs, roles, gone, "resample")
+        assert gone
+    graph = attribution_graph(model, contrast, sites=sites, positions="roles")
+    moved = 0
+    for padded, prompt in ((x, i) for x in (contrast, on_the_left(contrast)) for i in range(3)):
+        data = read_back(viz.circuit_view(graph, model, padded, prompt=prompt))
+        with model.hooks(fwd_hooks=all_hooks[prompt]):
+            _, clean = model.run_with_cache(pairs[prompt][0])
+        _, corrupted = model.run_with_cache(pairs[prompt][1])
+        texts = [list(map(str, side.tolist())) for side in pairs[prompt]]
+        assert [data["tokens"], data["corrupted"]] == texts
+        at = {role: place_of(pairs, roles, prompt, role) for role in graph.roles}
+        assert dict(zip(data["columns"], data["places"], strict=True)) == at
+        names = [
+            "–" if i is None else " / ".join(dict.fromkeys((texts[0][i], texts[1][i])))
+            for i in at.values()
+        ]
+        assert data["below"] == names
+        absent = ", ".join(role for role, i in at.items() if i is None)
+        assert (f"no token of these roles: {absent};" in str(data["notes"])) == bool(absent)
+        assert "numbers: means over 3 pairs of prompts; tokens: prompt" in data["caption"][0]
+        for node in graph.heads.itertuples():
+            head, i = HeadName.parse(node.name), at[node.id.split("@")[1]]
+            of_neuron, of_node = (data["details"].get(key, {}) for key in (node.name, node.id))
+            assert ("writes" in of_node) == (i is not None)
+            for side, cache in (("", clean), ("corrupted_", corrupted)):
+                pattern = cache[head.hook("pattern", model)][0, head.index]
+                if head.kind == "neuron":
+                    z = cache[head.hook("z", model)][0, :, head.index, 0]
+                    assert of_neuron[f"{side}z"] == pytest.approx(z.tolist(), rel=6e-3, abs=1e-9)
+                    assert of_neuron[f"{side}pattern"] == pytest.approx(
+                        pattern[:, 0].tolist(), abs=6e-4
+                    )
+                elif i is None:
+                    assert f"{side}pattern" not in of_node
+                else:
+                    row = pattern[i].tolist()
+                    assert of_node[f"{side}pattern"] == pytest.approx(row, abs=6e-4)
+                    moved += side == "" and max(abs(pattern[i] - pattern[0])) > 0.01
+    assert moved  # control: another row would differ
+
+
+def test_a_page_by_role_refuses_other_prompts_and_roles(model):
+    contrast, _ = prompts(ROLES)
+    graph = attribution_graph(model, contrast, positions="roles", top=7)
+    other, corrupted = prompts(ROLES, seed=1)[0], (contrast.corrupted + 3) % 41
+    fewer = {role: ROLES[role] for role in ("subject", "end")}
+    for wrong, reason in (
+        (other, "got prompts or a model with which"),
+        (replace(contrast, corrupted=corrupted * contrast.mask), "the metric changes by"),
+        (replace(contrast, roles=fewer), "lacks roles of the graph: verb; expected all"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            viz.circuit_view(graph, model, wrong)
+    with pytest.raises(InputError, match="got prompt=3; the graph has 3 prompts"):
+        viz.circuit_view(graph, model, contrast, prompt=3)
+    assert read_back(viz.circuit_view(graph))["columns"] == list(ROLES)
+
+
 def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch):
     """Circuits and graphs refuse them before any run, and sweeps warn of means."""
     contrast, pairs = prompts(ROLES)
@@ -374,7 +459,7 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
         left = np.array([result.faithfulness for result in results]) * spans
         share, n = (w @ left) / (w @ spans), len(prompts)
         error = np.sqrt((w**2 * (left - share * spans) ** 2).sum() * n / (n - 1)) / abs(w @ spans)
-        return share, error, w @ abs(left / spans - 1)
+        return share, error, w @ abs(left - spans) / (w @ abs(spans))
 
     result = evaluate(model, circuit, contrast)
     got = result.faithfulness, result.standard_error, result.error

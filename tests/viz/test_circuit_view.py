@@ -13,7 +13,7 @@ from common import tokens
 from dense_heads import Dense
 from page_of_circuit import click, ids, read_back, show_all, slide
 
-from attn_only_lens import Bilinear, Contrast, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import Bilinear, Contrast, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
@@ -274,16 +274,6 @@ def test_the_contrast_of_another_graph_is_refused(of_difference, drawn):
     ):
         with pytest.raises(InputError, match=reason):
             viz.circuit_view(item, model, other)
-
-
-def test_a_graph_over_roles_says_which_call_draws_it():
-    model = expose_neuron_heads(pretrained.small_english()).model
-    task = tasks.agreement(model.tokenizer, n=3)
-    graph = attribution_graph(model, task, positions="roles", top=5)
-    with pytest.raises(InputError, match="over the roles subject") as caught:
-        viz.circuit_view(graph, model, task)
-    call = re.search(r"call (circuit_view\([^)]*\))", str(caught.value))[1]
-    assert eval(call, {"circuit_view": viz.circuit_view, "graph": graph})
 
 
 def test_neurons_of_bilinear_gates_tell_what_they_raise(model):

@@ -101,7 +101,9 @@
                    status: null, stability: null, outside: false, kind: "group" });
     });
   };
-  const position = (i) => (nodes.position[i] === null ? "" : tokens[nodes.position[i]]);
+  // A column is a token of the prompt or, in a graph by role, a role with one of these tokens.
+  const column = (t) => data.columns[t] + (data.by_role ? `: ${data.below[t]}` : "");
+  const position = (i) => (nodes.position[i] === null ? "" : column(nodes.position[i]));
 
   // --- Which items are shown -------------------------------------------------------------------
   const order = nodes.id.map((_, i) => i).sort((a, b) => (strength.node[b] - strength.node[a]) || a - b); // ∞ - ∞ is NaN: keep the order
@@ -310,11 +312,11 @@
         return on ? "" : "none";
       });
     foot.selectAll("g").select("title").text((entry) => (entry.first < 0 ? "of no position"
-      : tokens.slice(entry.first, entry.last + 1).join("")));
+      : data.columns.slice(entry.first, entry.last + 1).join(data.by_role ? ", " : "")));
     foot.selectAll("g").select(".token").text((entry) => (entry.first < 0 ? "–"
       : entry.first < entry.last ? "⋯" : data.axis[entry.first]));
     foot.selectAll("g").select(".index").text((entry) => (entry.first < 0 ? ""
-      : entry.first < entry.last ? `${entry.first}–${entry.last}` : entry.first));
+      : entry.first < entry.last ? `${entry.first}–${entry.last}` : data.below[entry.first]));
   };
   const zoom = d3.zoom().scaleExtent([0.1, 4])
     .filter((event) => (event.type !== "wheel" || event.ctrlKey || event.metaKey) && !event.button)
@@ -631,11 +633,11 @@
                  linked("Writes", "writes", edges.source, edges.target));
       return box;
     }
-    const where = nodes.position[i], heading = make("h2", nodes.id[i]);
+    const where = nodes.position[i] === null ? null : data.places[nodes.position[i]], heading = make("h2", nodes.id[i]);
     const measure = { attention: "length of z", neuron: "z", feature: "z", skip: "length", error: "length" }[nodes.kind[i]] || "value";
     const facts = [["kind", KIND[nodes.kind[i]] || nodes.kind[i]], ["layer", nodes.layer[i]],
-                   ["token", where === null ? null : `${tokens[where]}  (${where})`],
-                   [measure + (data.corrupted.length ? ", clean run" : ""), nodes.value[i]], ["attribution", nodes.attribution[i]]];
+                   ["token", nodes.position[i] === null ? null : position(i) + (where === null ? "" : `  (${where})`)],
+                   [measure + (data.corrupted.length ? ", clean run" : "") + (data.by_role ? ", mean" : ""), nodes.value[i]], ["attribution", nodes.attribution[i]]];
     if (nodes.denoise && nodes.denoise[i] !== null) facts.push(["restores alone", nodes.denoise[i]], ["removes alone", nodes.noise[i]]);
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
@@ -755,7 +757,7 @@
       box.append("path").attr("class", "bar").attr("d", "M2 8H18");
       box.append("path").attr("class", "bar missing").attr("d", "M18 8H28");
     }));
-    at("legend").replaceChildren(...parts);
+    at("legend").replaceChildren(...parts, ...data.caption.map((said) => make("span", said)));
   };
 
   // --- Saving ----------------------------------------------------------------------------------
@@ -780,7 +782,7 @@
       + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
       + " · edges: arrow positive, T-bar negative"
       + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("")
-      + (data.has_bars ? " · bar: the inflow that is drawn" : "");
+      + (data.has_bars ? " · bar: the inflow that is drawn" : "") + data.caption.map((said) => ` · ${said}`).join("");
     return text.split(" ").reduce((rows, word) => { // lines that fit
       const longer = `${rows.at(-1)} ${word}`;
       return longer.length * data.per_character + 16 > scene.width ? [...rows, word] : [...rows.slice(0, -1), longer.trim()];
