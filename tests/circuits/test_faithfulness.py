@@ -263,10 +263,10 @@ def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
 
 
 def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
-    """By hand: the metric of both prompts is the sum of the sites' effects, and of all sites (1, 1).
+    """By hand: the metric of a prompt is the sum of the sites' effects; all sites add 1 to both.
 
     20 sites add .05 to both, of which 16 suffice for .79. They are ranked after 101 sites that add
-    .2 to the first prompt only. As many with -.2 come last, so only prefixes of nearly all sites suffice.
+    .2 to the first prompt only. As many with -.2 come last, so only nearly all sites suffice.
     """
     only_first, both, tail = 101, 20, 1797
     effects = np.zeros((only_first * 2 + both + tail, 2))
