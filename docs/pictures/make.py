@@ -48,7 +48,8 @@ def main() -> None:
     pair = p.activation_patch(model, keys, work=quiet)
     strongest = pair.top(12)["name"].unique().tolist()
     read = [name for name in strongest if "N" in name][:3]
-    circuit = explain(model, keys).view()
+    pairs = tasks.agreement(model.tokenizer, 16)
+    circuit = explain(model, pairs[:8], held_out=pairs[8:]).view()
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     sizes = growth.ComparisonSizes(n_nodes=40)
