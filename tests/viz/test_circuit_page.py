@@ -491,6 +491,8 @@ REFUSED = {
     "a finite value for each of 7": {"details": {"L1N4": viz.NodeDetails([0.5] * 5)}},
     "values outside [0, 1]": {"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}},
     "finite number": {"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}},
+    "got the role 'end' at token 7; the prompt has 7": {"meta": {**META, "roles": {"end": 7}}},
+    "a node with position 2; expected 0 to 1": {"meta": {**META, "roles": {"a": 0, "b": 1}}},
     "an example of 'L1N4'": {
         "details": {"L1N4": viz.NodeDetails(examples=[Example(("a",), (), (), 0, 1.0, 0)])}
     },
@@ -499,6 +501,34 @@ REFUSED = {
     "nodes have no column 'value'": {"nodes": circuit()[0].drop(columns="value")},
     "edges repeat a source, target and kind": {"edges": pd.concat([circuit()[1]] * 2)},
 }
+
+
+@needs_browser
+def test_columns_that_are_roles(opened):
+    """A role's column has the role's token in both runs, and so has the panel of a node."""
+    tokens, corrupted = list("abcdefg"), list("abXdefg")
+    roles = dict(zip(("s", "t", "u", "v", "w", "x", "end"), (6, 5, 4, 3, 1, None, 2), strict=True))
+    said = "numbers: means over 3 pairs"
+    meta = META | {"tokens": tokens, "corrupted": corrupted, "roles": roles, "caption": [said]}
+    drawn = page(meta=meta)
+    below = [
+        "g",
+        "f",
+        "e",
+        "d",
+        "b",
+        "c / X",
+    ]  # and "–", also the name of the column without tokens
+    shown = opened(drawn)
+    for name, expected in (("token", list(roles)), ("index", below)):
+        in_picture = re.findall(rf'class="{name}" x[^>]*>([^<]*)<', drawn.picture)
+        for texts in (in_picture, shown.texts(f".axis .{name}")):
+            assert [text for text in texts if text not in ("–", "")] == expected
+    assert said in " ".join(re.findall(r'class="row"[^>]*>([^<]*)<', drawn.picture))
+    assert said in shown.texts("#legend")[0]
+    click(shown, "L1H3@6")
+    assert shown.texts("#pattern .here") == ["c"]  # the token of the seventh role
+    assert "end: c / X  (2)" in shown.texts("#panel td")
 
 
 @pytest.mark.parametrize("reason", REFUSED)
