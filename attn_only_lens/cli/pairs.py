@@ -22,7 +22,7 @@ def pairs(
     model: SourceOptions,
     task: Annotated[str, typer.Argument(help=f"one of {', '.join(_TASKS)}"), one_of(*_TASKS)],
     out: Annotated[Path, option("output file (.json), for --pairs", OUTPUT), output_file(".json")],
-    n: Annotated[int, option("number of pairs"), POSITIVE] = 16,
+    n: Annotated[int, option("number of pairs to make, before some are dropped"), POSITIVE] = 16,
     seed: Annotated[int, option("decides which pairs are drawn"), COUNT] = 0,
 ) -> None:
     """Make pairs of prompts for a task, and keep those that the model solves.
