@@ -33,9 +33,10 @@ _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circ
 _CHANGE = (
     "Descriptions are of the circuit's own run (the clean tokens, with all other sites of the "
     "search as in the corrupted run), or, for sites outside the circuit, of the clean run; "
-    "'corrupted' follows if the corrupted run differs. 'writes' says how the change of the site's output between these "
-    "runs changes the logits of the metric's answers by the direct path, if at least a tenth of "
-    "the site's effect takes this path; probable tokens whose logits change at least "
+    "'corrupted' follows if the corrupted run differs. 'writes' says how the change of the site's "
+    "output between these runs changes the logits of the metric's answers by the direct path, if "
+    "at least a tenth of the site's effect takes this path; probable tokens whose logits change at "
+    "least "
     f"{STRONGER:g} times as much follow."
 )
 _GROUPS = {
