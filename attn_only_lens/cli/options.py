@@ -315,7 +315,9 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
     """Return the columns of a file with a pair of prompts in each row."""
     import pandas as pd
 
-    InputError.raise_if([f"--pairs: {x}" for x in ending_reasons(path, ".csv", ".jsonl")], PROBLEM)
+    InputError.raise_if(
+        [f"--pairs: {x}" for x in ending_reasons(path, ".csv", ".jsonl", ".json")], PROBLEM
+    )
     try:
         if path.suffix == ".csv":
             frame = pd.read_csv(path, dtype=str, na_values=[""], keep_default_na=False)

@@ -100,7 +100,7 @@ class Contrast:
         if len({*sizes.values()}) > 1:
             counts = f"{sizes['clean']} clean and {sizes['corrupted']} corrupted"
             reasons.append(f"got {counts} prompts; expected the same number")
-        object.__setattr__(self, "mask", _copied(self.mask))
+        object.__setattr__(self, "mask", _copied(array_as_tensor(self.mask)))
         with InputError.collected(reasons):
             as_metric(self.metric)
         if not isinstance(self.roles, Mapping):
@@ -128,16 +128,25 @@ class Contrast:
             InputError: no pairs are left, a pair does not exist, or the metric is a user's
                 function.
         """
-        every = range(len(self))
-        try:
-            numbers: Any = every[chosen] if isinstance(chosen, slice) else chosen
-            some = [every[i] for i in ([numbers] if is_count(numbers, -len(self)) else numbers)]
-        except (IndexError, TypeError) as error:
-            if is_count(chosen):  # where a loop over the pairs ends
-                raise IndexError(f"got pair {chosen}; expected 0 to {len(self) - 1}") from None
-            reason = f"got {chosen!r} ({error}); expected a slice or numbers below {len(self)}"
-            raise InputError([reason], _PROBLEM) from None
-        InputError.raise_if([f"got {chosen!r}, which leaves no pairs"] * (not some), _PROBLEM)
+        n = len(self)
+        some = as_plain(range(n)[chosen] if isinstance(chosen, slice) else chosen)
+        if is_count(some) and some >= n:  # where a loop over the pairs ends
+            raise IndexError(f"got pair {some}; expected 0 to {n - 1}")
+        some = [some] if is_count(some, -n) else some
+        is_list = isinstance(some, list | tuple | range)
+        if not is_list or not some or not all(is_count(number, -n, n - 1) for number in some):
+            expected = f"expected a slice or a list of numbers from {-n} to {n - 1}"
+            raise InputError([f"got {chosen!r} of {n} pairs; {expected}"], _PROBLEM)
+        some, metric = [range(n)[as_plain(number)] for number in some], as_metric(self.metric)
+        reasons = [
+            f"got {len(rows)} answers for {n} pairs; expected 1, or as many"
+            for rows in metric.answers
+            if len(rows) not in (1, n)
+        ]
+        is_one = isinstance(self.clean, str) or getattr(self.clean, "ndim", 2) < 2
+        if is_one and len(some) > 1:
+            reasons.append(f"got {chosen!r} of a single pair; expected 0, or a list of texts")
+        InputError.raise_if(reasons, _PROBLEM)
 
         def of_pairs(values: Any) -> Any:
             """Return the chosen items of a value for every pair; leave other values unchanged."""
@@ -148,7 +157,7 @@ class Contrast:
         return replace(
             self,
             **{name: of_pairs(getattr(self, name)) for name in ("clean", "corrupted", "mask")},
-            metric=as_metric(self.metric).of_prompts(some),
+            metric=metric.of_prompts(some),
             roles={role: of_pairs(as_plain(numbers)) for role, numbers in self.roles.items()},
         )
 

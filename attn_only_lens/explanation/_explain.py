@@ -18,6 +18,7 @@ from attn_only_lens.circuits.search import Search
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import PositionSet, each_in_turn, resolve_positions
@@ -98,7 +99,7 @@ def explain(
         sites = Sites(positions="roles" if by_role else each_in_turn(pair))
         places = resolve_positions(pair, sites.positions)
         if held_out is not None:
-            reasons += _reasons_against(held_out, model, pair, places)
+            reasons += _reasons_against(held_out, contrast, model, pair, places)
     InputError.raise_if(reasons, _PROBLEM)
     with float32_slopes(model, pair, metric):
         run_both(model, pair, decomposed=True)  # kept for the steps below
@@ -132,18 +133,41 @@ def explain(
 
 
 def _reasons_against(
-    held_out: Contrast, model: Any, pair: PromptPair, places: Sequence[PositionSet]
+    held_out: Contrast,
+    contrast: Contrast,
+    model: Any,
+    pair: PromptPair,
+    places: Sequence[PositionSet],
 ) -> list[str]:
-    """Return every reason why a circuit with sites at these places has no run on held-out pairs."""
+    """Return every reason why held-out pairs cannot test a circuit with sites at these places."""
     reasons = contrast_reasons(held_out)
     if not reasons:
         with InputError.collected(reasons):
             other, names = held_out.pair(model), [place.label for place in places]
-            lacking = [name for name in names if isinstance(name, str) and name not in other.roles]
+            roles = [name for name in names if isinstance(name, str)]
             lengths, expected = (side.real.sum(dim=1).unique().tolist() for side in (other, pair))
-            if lacking:
+            if lacking := [name for name in roles if name not in other.roles]:
                 reasons.append(f"the contrast lacks roles: {', '.join(lacking)}")
-            elif isinstance(names[0], int) and lengths != expected:
+            elif roles:
+                resolve_positions(other, roles)
+            elif lengths != expected:
                 listed = " and ".join(map(str, lengths))
                 reasons.append(f"got prompts of {listed} tokens; expected {expected[0]}")
+            elif other.real[0].tolist() != pair.real[0].tolist():
+                reasons.append("got other padding; expected the same columns with tokens")
+            if n_shared := len(_token_rows(other) & _token_rows(pair)):
+                reasons.append(
+                    f"got {n_shared} of the pairs that find the circuit; expected others"
+                )
+        kinds = [as_metric(side.metric) for side in (held_out, contrast)]
+        if kinds[0].make is not kinds[1].make:
+            reasons.append(f"got {kinds[0].name}; expected a metric like {kinds[1].name}")
     return [f"held_out: {reason}" for reason in reasons]
+
+
+def _token_rows(pair: PromptPair) -> set[tuple[tuple[int, ...], ...]]:
+    """Return the tokens of both prompts of each pair, without padding."""
+    return {
+        tuple(tuple(side[row][real].tolist()) for side in (pair.clean, pair.corrupted))
+        for row, real in enumerate(pair.real)
+    }

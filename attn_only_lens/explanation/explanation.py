@@ -366,9 +366,9 @@ class Explanation:
         """Sentences about the sites that were patched, and about those that have no node."""
         listed, n, n_patched = len(self.graph.heads), len(self.circuit), len(self.patches["noise"])
         return [
-            f"{n_patched:,} sites were patched one by one, in both directions: all whose effect "
-            f"may be {self.strong:g} or more by estimates. The largest estimate of any other site "
-            f"is {self.unpatched:.3g}; an estimate can miss."
+            f"{n_patched:,} sites were patched one by one, in both directions: the circuit's, and "
+            f"all others whose effect may be {self.strong:g} or more by estimates. The largest "
+            f"estimate of any other site is {self.unpatched:.3g}; an estimate can miss."
         ] + [
             f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
             "largest |share|: for more, pass most_nodes= to explain."

@@ -9,7 +9,7 @@ import torch
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
-from attn_only_lens.engine.metrics import as_metric, bind
+from attn_only_lens.engine.metrics import as_metric, bind, logit_diff
 from attn_only_lens.engine.recording import run
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks._custom import RESERVED
@@ -33,8 +33,8 @@ def from_pair(
     dropped if a word has another number of tokens in its two prompts, or if the model does not
     prefer the right answer on both (see `solved_by`). `Contrast.dropped` counts them.
 
-    The roles (named positions) are the first word of each tuple, at its last token, if the word or
-    the next word of its tuple is in both prompts; and "end", the last token.
+    The roles (named positions) are the first word of each tuple, at its last token: where the word
+    or the next word of its tuple is first, if it is in both prompts; and "end", the last token.
 
     Args:
         model: the model that must solve the pairs, with a tokenizer.
@@ -67,10 +67,12 @@ def from_pair(
     """
     reasons = contrast_reasons(contrast)
     InputError.raise_if(reasons, PROBLEM)
-    answers = [row[0] for rows in as_metric(contrast.metric).answers for row in rows]
+    metric = as_metric(contrast.metric)
+    answers = [answer for rows in metric.answers for row in rows for answer in row]
     parts = [contrast.clean, contrast.corrupted, *answers]
     texts = [part for part in parts if isinstance(part, str)]
-    if len(answers) != 2 or len(texts) != len(parts):
+    is_difference = metric.make is logit_diff and len(answers) == 2
+    if not is_difference or len(texts) != len(parts):
         expected = "two texts, and logit_diff with two texts as answers"
         reasons.append(f"got {contrast!r}; expected one pair: {expected}")
     axes, reasons_of_words = _axes(words, texts)
@@ -123,6 +125,7 @@ def _axes(
             for word in before
             if word in other
         ]
+        reasons += [f"got {key!r}; expected every word once"] * (len(set(before)) < len(before))
         if before[0] in RESERVED:
             reasons.append(
                 f"got {before[0]!r} first, which cannot be a role; put another word first"
@@ -150,7 +153,9 @@ def _swapped(text: str, swaps: Mapping[str, str], roles: Mapping[tuple[str, ...]
     for match in re.finditer("|".join(map(_whole, longest_first)), text):
         result += text[start : match.start()] + swaps[match[0]]
         start = match.end()
-        ends |= {words[0]: len(result) for words in roles if match[0] in words}
+        for words in roles:
+            if match[0] in words[:2]:
+                ends.setdefault(words[0], len(result))
     return Filled(result + text[start:], ends)
 
 

@@ -550,6 +550,9 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
         (replace(pairs[5:], roles={"end": -1}), "held_out: the contrast lacks roles: subject"),
         (replace(pairs[5:], corrupted=None), "held_out: got a contrast without corrupted prompts"),
         (pairs.clean, "held_out: got a tuple; expected Contrast"),
+        (pairs[3:], "held_out: got 2 of the pairs that find the circuit; expected others"),
+        (replace(pairs[5:], metric=p.kl()), "held_out: got kl; expected a metric like"),
+        (replace(pairs[5:], roles={"subject": 50, "end": -1}), "held_out: .*50"),
     ):
         with pytest.raises(InputError, match=reason):
             explain(model, pairs[:5], held_out=held_out)

@@ -1,5 +1,8 @@
 """Tests of pairs that are made from one pair, and of the pairs that a model solves."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +63,23 @@ def test_answers_are_swapped_with_the_words(model):
     assert answers == {"keys": [" are", " is"], "boats": [" were", " was"]}
 
 
+def test_a_role_is_at_the_first_place_of_its_first_words(model):
+    """Other words of the tuple, and later places of the same word, have no influence."""
+    far = Contrast(
+        "The artists that the customer knows", "The artist that the customer knows", KEYS.metric
+    )
+    words = {("artists", "artist", "customer"): [("teachers", "teacher", "driver")]}
+    for text, places in (
+        (far, {("artists", "artist", "customer"): words.popitem()[1]}),
+        (KEYS, {("keys", "key"): [("boats", "boat")], "cabinet": ["boats", "keys"]}),
+    ):
+        made = tasks.from_pair(model, 2, text, places)
+        role = next(iter(made.roles))
+        for i, clean in enumerate(made.clean):
+            row = model.tokenizer(clean)["input_ids"]
+            assert model.tokenizer.decode(row[made.roles[role][i]]).strip() == clean.split()[1]
+
+
 def test_pairs_that_cannot_be_made(model):
     words = dict([NOUNS])
     tokens = Contrast(torch.tensor([3, 5]), torch.tensor([7, 5]), p.logit_diff(1, 2))
@@ -81,6 +101,16 @@ def test_pairs_that_cannot_be_made(model):
         ((model, 3, KEYS, {("keys", "key"): ["boats"]}), ["a list of tuples with as many words"]),
         ((model, 3, KEYS, {"key": ["boat"], ("keys", "key"): [("a", "b")]}), ["got 'key' twice"]),
         ((model, 3, KEYS, {"ke": ["bo"]}), ["got 'ke', which is in none"]),
+        ((model, 3, KEYS, {("key", "key"): [("a", "b")]}), ["expected every word once"]),
+        (
+            (
+                model,
+                3,
+                replace(KEYS, metric=p.probability_diff([[" are", " were"]], [[" is"]])),
+                words,
+            ),
+            ["expected one pair: two texts, and logit_diff"],
+        ),
     ):
         with pytest.raises(InputError) as caught:
             tasks.from_pair(*given)
@@ -145,7 +175,14 @@ def test_some_pairs_of_a_contrast(model):
     assert tokens.metric.name == "logit_diff(1, 2)"
     single = Contrast(rows[0], rows[1], p.logit_diff(1, 2))
     assert torch.equal(single[0].clean, rows[0])
-    for wrong in (slice(0, 0), [7], 3.5, True, "a"):
+    with pytest.raises(InputError, match=r"got \[0, 0\] of a single pair; expected 0"):
+        single[[0, 0]]
+    with pytest.raises(InputError, match="got 3 answers for 5 pairs; expected 1, or as many"):
+        Contrast(rows, rows + 1, p.logit_diff([1, 2, 3], 4))[:2]
+    masked = Contrast(rows, rows + 1, p.logit_diff(1, 2), mask=mask.numpy())[1:3]
+    assert torch.equal(masked.mask, mask[1:3])
+    flags = [True, False, False, True, False, False, True]
+    for wrong in (slice(0, 0), [7], 3.5, True, "a", flags, torch.tensor(flags), np.array(flags)):
         with pytest.raises(InputError, match="this is no contrast"):
             made[wrong]
     with pytest.raises(InputError, match="got <lambda>, your own function; expected logit_diff"):
