@@ -95,7 +95,7 @@ def test_padding_is_no_token(pair):
     apart = compared(slice(0, 1), slice(0, 1), slice(1, 3))
     assert padded.about["n_tokens"] == apart.about["n_tokens"] == 12
     np.testing.assert_allclose(numbers(padded), numbers(apart), rtol=1e-8, atol=1e-12)
-    with pytest.raises(ComparisonError, match="the prompts have 2 to 4 tokens"):
+    with pytest.raises(ComparisonError, match="prompt 0 has 4 tokens, and prompt 1 has 2"):
         compared(everything)  # the circuits of the first batch have numbers as positions
 
 
