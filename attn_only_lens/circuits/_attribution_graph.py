@@ -43,6 +43,7 @@ from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
@@ -218,7 +219,7 @@ def _node_ids(
     with InputError.collected(reasons):
         rows = site_rows(site_groups(model, pair, sites, "z"))
     InputError.raise_if(reasons, _PROBLEM)
-    return list(rows["name"].astype(str) + "@" + rows["position"].astype(str))
+    return site_ids(rows).tolist()
 
 
 def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDArray[np.int64]:

@@ -46,6 +46,7 @@ from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
@@ -143,9 +144,8 @@ def group_nodes(
     if graph.circuit is not None:  # all other sites stay as they are
         candidates, ablation = graph.circuit.candidates, graph.circuit.ablation
     sites = site_rows(site_groups(model, pair, candidates, "z"))
-    ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
     heads = graph.heads.reset_index(drop=True)
-    rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
+    rows = pd.Index(site_ids(sites)).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
     InputError.raise_if(
         [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM

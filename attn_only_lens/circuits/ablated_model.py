@@ -159,13 +159,16 @@ class AblatedModel:
         faithfulness = (self._mean(by_prompt) - self.nothing) / self.span
         return faithfulness, self.errors(by_prompt)
 
+    @cached_property
+    def error_of_nothing(self) -> float:
+        """The weighted mean over prompts of |m(∅) - m(M)|, in units of the metric."""
+        return float(self.weights @ abs(self.whole_by_prompt - self.nothing_by_prompt))
+
     def errors(
-        self, by_prompt: Float[np.ndarray, "circuit prompt"], some: slice | Rows = slice(None)
+        self, by_prompt: Float[np.ndarray, "circuit prompt"]
     ) -> Float[np.ndarray, "circuit"]:
-        """Return each circuit's error on some of the prompts, from its metric on all prompts."""
-        weights, whole = self.weights[some], self.whole_by_prompt[some]
-        spans = weights @ abs(whole - self.nothing_by_prompt[some])
-        return (abs(by_prompt[:, some] - whole) @ weights) / spans
+        """Return each circuit's error, from its metric on each prompt."""
+        return (abs(by_prompt - self.whole_by_prompt) @ self.weights) / self.error_of_nothing
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
@@ -189,8 +192,8 @@ class AblatedModel:
 
     def fit(self, some: slice) -> Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]:
         """Return a function that computes minus the error from the metric of some prompts."""
-        spans = self.weights @ abs(self.whole_by_prompt - self.nothing_by_prompt)
-        weights, whole = self.weights[some] / spans, self.whole_by_prompt[some]
+        weights = self.weights[some] / self.error_of_nothing
+        whole = self.whole_by_prompt[some]
 
         def fit(values: Float[Tensor, "prompt"]) -> Float[Tensor, ""]:
             scale, target = (torch.from_numpy(x).to(values) for x in (weights, whole))

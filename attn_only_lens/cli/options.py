@@ -268,7 +268,7 @@ class PromptOptions(MetricOptions):
             if value
         ]
         try:
-            if self.saved is not None and "corrupted" in self.needed and not self.has_corrupted:
+            if not self.has_corrupted and "corrupted" in self.needed:
                 reasons.append(f"{self.pairs} has no corrupted prompts; expected pairs")
         except AttnOnlyLensError as error:
             reasons.append(f"--pairs: {error}")

@@ -94,7 +94,7 @@ def patch(
     numbers: Any = positions
     of_layers: Any = None
     heads: Any = sites
-    reasons = Ablation.of(direction).reasons(prompts.has_corrupted or None, part)
+    reasons = Ablation.of(direction).reasons(prompts.has_corrupted, part)
     with InputError.collected(reasons):
         if positions not in ("each", "all"):
             numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")

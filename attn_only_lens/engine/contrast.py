@@ -143,8 +143,7 @@ class Contrast:
             for rows in metric.answers
             if len(rows) not in (1, n)
         ]
-        is_one = isinstance(self.clean, str) or getattr(self.clean, "ndim", 2) < 2
-        if is_one and len(some) > 1:
+        if _is_one(self.clean) and len(some) > 1:
             reasons.append(f"got {chosen!r} of a single pair; expected 0, or a list of texts")
         InputError.raise_if(reasons, _PROBLEM)
 
@@ -274,13 +273,16 @@ def _copied(prompts: Any) -> Any:
     return prompts.copy() if isinstance(prompts, np.ndarray) else prompts
 
 
+def _is_one(prompts: Prompts) -> bool:
+    """Return whether prompts are a single text or row of tokens, and not a list."""
+    return isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
+
+
 def _count(prompts: Prompts) -> int:
-    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
-    return 1 if is_one else len(prompts)
+    return 1 if _is_one(prompts) else len(prompts)
 
 
 def _first(prompts: Prompts) -> str:
-    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
-    first: Any = prompts if is_one else prompts[0]
+    first: Any = prompts if _is_one(prompts) else prompts[0]
     text = _REPR.repr(as_plain(first))
     return text if isinstance(first, str) else f"tokens {text}"

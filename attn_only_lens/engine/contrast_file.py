@@ -23,7 +23,6 @@ from attn_only_lens.engine.metrics import (
     probability,
     probability_diff,
 )
-from attn_only_lens.engine.tokens import array_as_tensor
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.atomic import AnyPath
@@ -63,7 +62,7 @@ DOCUMENT = Document("attn_only_lens.Contrast", 1, _Body)
 
 def as_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a contrast's fields to lists, dicts and numbers that JSON can store."""
-    metric, mask = as_metric(fields["metric"]), array_as_tensor(fields["mask"])
+    metric, mask = as_metric(fields["metric"]), fields["mask"]
     kind = None if metric.make is None else metric.make.__name__
     stored = {"name": metric.name, "kind": kind, "version": metric.version}
     return {

@@ -35,10 +35,10 @@ class Ablation:
         """Return an ablation unchanged; convert the word of a direction."""
         return direction if isinstance(direction, Ablation) else cls(direction)
 
-    def reasons(self, corrupted: object, part: object) -> list[str]:
+    def reasons(self, has_corrupted: bool, part: object) -> list[str]:
         """Return every reason why a part of these prompts' runs cannot be patched like this."""
         kind, reasons = self.kind, list[str]()
-        if corrupted is None and kind not in ABLATIONS:
+        if not has_corrupted and kind not in ABLATIONS:
             words = " or ".join(f"direction={name!r}" for name in ABLATIONS)
             reasons.append(
                 f"got no corrupted prompt with direction={kind!r}; expected a corrupted prompt, or "

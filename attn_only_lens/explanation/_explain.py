@@ -108,7 +108,7 @@ def explain(
         circuit = discover(
             *(model, contrast), faithfulness=faithfulness, sites=sites, search=search, work=work
         )
-        held = None if held_out is None else evaluate(model, circuit, held_out)
+        held = None if held_out is None else evaluate(model, circuit, held_out, work=quiet)
         graph = attribution_graph(model, contrast, sites=circuit)
         graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
         candidates, unpatched = may_be_strong(model, contrast, sites, whole, strong, quiet)

@@ -36,8 +36,7 @@ _CHANGE = (
     "'corrupted' follows if the corrupted run differs. 'writes' says how the change of the site's "
     "output between these runs changes the logits of the metric's answers by the direct path, if "
     "at least a tenth of the site's effect takes this path; probable tokens whose logits change at "
-    "least "
-    f"{STRONGER:g} times as much follow."
+    f"least {STRONGER:g} times as much follow."
 )
 _GROUPS = {
     "circuit": "The circuit",

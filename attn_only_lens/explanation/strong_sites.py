@@ -15,6 +15,7 @@ import pandas as pd
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.patching._attribution import attribution
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.work import Work
 
@@ -46,18 +47,17 @@ def may_be_strong(
     exact = np.logical_and(*(sweep.frame["exact"].to_numpy() for sweep in sweeps))
     estimates = np.where(exact, estimates, np.maximum(estimates, secants.effect.abs().to_numpy()))
     chosen = estimates >= strong
-    return site_ids(secants)[chosen].tolist(), float(estimates[~chosen & ~exact].max(initial=0.0))
+    return site_ids(secants.frame)[chosen].tolist(), float(
+        estimates[~chosen & ~exact].max(initial=0.0)
+    )
 
 
 def single_effects(patches: dict[str, Sweep]) -> pd.DataFrame:
     """Return the share of the difference that each patched site restores ("denoise") or removes."""
     columns = [
-        (sweep.effect if way == "denoise" else -sweep.effect).set_axis(site_ids(sweep)).rename(way)
+        (sweep.effect if way == "denoise" else -sweep.effect)
+        .set_axis(site_ids(sweep.frame))
+        .rename(way)
         for way, sweep in patches.items()
     ]
     return pd.concat(columns, axis=1)
-
-
-def site_ids(sweep: Sweep) -> "pd.Series[str]":
-    """Return each row's site, such as "L3H3@5"."""
-    return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)

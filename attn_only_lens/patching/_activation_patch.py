@@ -271,7 +271,7 @@ def sweep_reasons(
     ablation = Ablation.of(direction)
     reasons += one_of(*DIRECTIONS, *ABLATIONS).reasons(direction=ablation.kind)
     if isinstance(contrast, Contrast):
-        reasons += ablation.reasons(contrast.corrupted, part)
+        reasons += ablation.reasons(contrast.corrupted is not None, part)
     return reasons
 
 

@@ -21,6 +21,11 @@ _TOGETHER = (_BY_PROMPT, SPREAD, PARTS)
 _Values: TypeAlias = "pd.Series[Any]"
 
 
+def site_ids(frame: pd.DataFrame) -> "pd.Series[str]":
+    """Return each row's site, such as "L3H3@5"."""
+    return frame["name"].astype(str) + "@" + frame["position"].astype(str)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column that a frame of results has, or may have.

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -89,11 +90,8 @@ def from_pair(
             right, wrong = (_swapped(answer, swaps, {}).text for answer in texts[2:])
             yield Pair(*_common_roles(clean, corrupted), (right,), (wrong,))
 
-    def solved(candidates: Contrast) -> list[int]:
-        return _solved(model, candidates)
-
     tokenizer = getattr(model, "tokenizer", None)
-    return collect("pairs", tokenizer, n, seed, pairs(), solved=solved)
+    return collect("pairs", tokenizer, n, seed, pairs(), solved=partial(_solved, model))
 
 
 def _axes(

@@ -14,6 +14,7 @@ from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.heads import HeadName
 from attn_only_lens.neurons.statistics import COLUMNS
 from attn_only_lens.patching import Sweep
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.viz.circuit_data import ALONE
 from attn_only_lens.viz.page import refuse, short_numbers
@@ -117,7 +118,7 @@ def exact_effects(exact: Sweep) -> "pd.Series[float]":
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
-    return effect.set_axis(frame["name"].astype(str) + "@" + frame["position"].astype(str))
+    return effect.set_axis(site_ids(frame))
 
 
 def with_sites_alone(nodes: pd.DataFrame, alone: pd.DataFrame, difference: float) -> pd.DataFrame:
@@ -154,7 +155,7 @@ def inclusion_of_nodes(graph: CircuitGraph, stability: Stability) -> pd.DataFram
     """Return how often circuits of resampled prompts include each node, indexed by node id."""
     sites = stability.sites
     frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
-    frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
+    frame.index = pd.Index(site_ids(sites))
     everywhere = graph.heads["name"].to_numpy() + "@all"
     ids = graph.heads["id"].where(graph.heads["id"].isin(frame.index), everywhere)
     here = frame.reindex(ids).set_axis(graph.heads["id"])
