@@ -2,10 +2,10 @@ r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 Let f(C) be the faithfulness of a circuit C (`ablated_model.py`). The circuit is sufficient if its
 error and |1 - f(C)| are at most 1 - wanted, where `wanted` is the requested faithfulness. The error
-is |1 - f(C)| for one prompt, and a mean of |1 - f(C)| over several prompts. A prefix of a ranking is its k
-highest-ranked sites. Faithfulness does not always rise with circuit size, because the effects of
-sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The search has
-three steps. Each step starts from the best circuit so far:
+is |1 - f(C)| for one prompt, and a mean of |1 - f(C)| over several prompts. A prefix of a ranking
+is its k highest-ranked sites. Faithfulness does not always rise with circuit size, because the
+effects of sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The
+search has three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
                with ratio √√2. The grid is refined where f becomes sufficient or crosses 1 (for
