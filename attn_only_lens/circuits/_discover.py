@@ -47,6 +47,7 @@ from attn_only_lens.work import Work, work_reasons
 _PROBLEM = "no circuit can be searched"
 Ranking: TypeAlias = Method | Literal["patching"] | Estimate
 """How sites are ranked: by estimates, or by exact patches."""
+SECANTS = Estimate("secant", budget=0)
 
 
 @one_thread_per_model
@@ -56,7 +57,7 @@ def discover(
     contrast: Contrast,
     *,
     faithfulness: float = 0.9,
-    method: Ranking = "secant",
+    method: Ranking = SECANTS,
     sites: SomeSites = "all",
     search: Search = Search(),
     work: Work = Work(),
@@ -70,8 +71,9 @@ def discover(
         faithfulness: the wanted faithfulness, more than 0, up to 1.
         method: how sites are ranked: a method of `attribution`, or an `Estimate` with more options;
             or "patching" for `activation_patch`, which uses no gradients; the search then skips the
-            step "worth". The default, "secant", gave the smallest circuits
-            (`analyses/results/contrast_vs_patching.md`).
+            step "worth". The default is secants, which gave the smallest circuits
+            (`analyses/results/contrast_vs_patching.md`), without exact patches: the search ranks
+            sites again, so patches make circuits no smaller, but take most of the ranking's time.
         sites: the heads to choose from, and their positions; see `Sites`. Other heads are never
             ablated. By role, a site is a head at a role's token, and tokens without a role are
             never ablated. In prompts of different lengths, "each" is all roles.

@@ -48,7 +48,7 @@ from attn_only_lens.engine.positions import (
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
-from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.engine.sites import sites_of_rows
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
@@ -92,7 +92,7 @@ class AblatedModel:
         sites = sites.reset_index(drop=True)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
         roles = checked_places(pair, sites)
-        groups = resolve_sites(model, list(sites["name"].unique()))
+        groups = sites_of_rows(model, sites)
         runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
         self.sites = sites
         source = ablated_run(runs.clean, runs.corrupted, ablation, pair, roles)
@@ -347,7 +347,7 @@ def ablated_model(
     metric, n = as_metric(metric), len(pair.clean)
     if ablation not in _BY_PROMPT or not metric.by_prompt:
         return make(pair)
-    layers = resolve_sites(model, list(sites["name"].unique()))
+    layers = sites_of_rows(model, sites)
     at_once = prompts_per_chunk(model, pair, metric, layers, "z", work, traced=True)
     if at_once == n:
         return make(pair)

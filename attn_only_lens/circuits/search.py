@@ -26,6 +26,7 @@ sufficient. A smaller circuit may still exist.
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -38,12 +39,13 @@ from attn_only_lens.errors import InputError
 
 _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
-_AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
+_AT_ONCE = 32  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
 _ROUNDS = 8  # rounds without any sufficient circuit
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
-_LARGE = 1000  # larger circuits are pruned in chunks, not site by site
+_SMALL, _LARGE = 64, 1000  # circuits between these sizes are pruned in chunks, then site by site
+_REMOVALS = 12  # how many numbers of chunks are removed together
 Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "2 circuit"], int | None]
 """A generator that yields circuits, receives their faithfulness and errors, and returns a size."""
@@ -102,6 +104,7 @@ class SearchRun:
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
         self._ablated, self._wanted, self._near = ablated, wanted, near
         self.tried: list[dict[str, Any]] = []
+        self._measured: dict[bytes, tuple[float, float]] = {}
         self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
     def smallest(self, orders: Mapping[Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
@@ -198,13 +201,13 @@ class SearchRun:
             new = self._ablated.worth(start)
             worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
-            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _AT_ONCE))
+            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), 16))
             best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
         return best
 
     def prune(self, circuit: Rows) -> Rows:
         """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
-        n_chunks = 16
+        n_chunks = 16 if len(circuit) > _SMALL else len(circuit)
         while True:
             finest = min(len(circuit), _LARGE)
             n_chunks = min(n_chunks, finest)
@@ -230,7 +233,7 @@ class SearchRun:
         rests = [
             np.setdiff1d(circuit, np.concatenate([chunks[i] for i in order[:n]]))
             for order in orders
-            for n in np.unique(np.geomspace(1, max(1, len(order)), 17).round().astype(int))
+            for n in np.unique(np.geomspace(1, max(1, len(order)), _REMOVALS).round().astype(int))
             if len(order)
         ]
         return self._smallest_sufficient("pruning", circuit, rests)
@@ -258,14 +261,17 @@ class SearchRun:
         The error is the larger one, unless the metric rises on some prompts and falls on others
         when all sites are ablated.
         """
-        values, errors = self._ablated.faithfulness_and_error(circuits)
-        self.tried += [
-            {"step": step, "n_sites": len(circuit), "faithfulness": f, "error": error}
-            for step, circuit, f, error in zip(
-                steps, circuits, values.tolist(), errors.tolist(), strict=True
-            )
-        ]
-        return values, np.maximum(errors, abs(1 - values))
+        keys = [blake2b(np.sort(circuit).tobytes()).digest() for circuit in circuits]
+        new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._measured}
+        order = sorted(new.values())
+        if order:
+            values, errors = self._ablated.faithfulness_and_error([circuits[i] for i in order])
+            for i, f, error in zip(order, values.tolist(), errors.tolist(), strict=True):
+                self._measured[keys[i]] = f, max(error, abs(1 - f))
+                row = {"step": steps[i], "n_sites": len(circuits[i])}
+                self.tried.append(row | {"faithfulness": f, "error": error})
+        measured = np.array([self._measured[key] for key in keys]).reshape(-1, 2)
+        return measured[:, 0], measured[:, 1]
 
     def _suffices(self, error: float, size: int) -> bool:
         # The circuit of all sites has no error up to rounding, so it always suffices.

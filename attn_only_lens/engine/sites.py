@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -210,6 +212,25 @@ def resolve_sites(model: Any, sites: SomeSites) -> tuple[LayerSites, ...]:
     InputError.raise_if(reasons, _PROBLEM)
     groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
     return tuple(LayerSites.of(heads) for _, heads in groups)
+
+
+def sites_of_rows(model: Any, rows: pd.DataFrame) -> tuple[LayerSites, ...]:
+    """Return the heads in a frame with columns `layer`, `kind`, `index` and `name`.
+
+    This is `resolve_sites` for names, without reading every name.
+    """
+    InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
+    counts, groups = head_counts(model), list[LayerSites]()
+    for key, some in rows.groupby(["layer", "kind"], observed=True)["index"]:
+        layer, kind = cast("tuple[int, HeadKind]", key)
+        index = np.unique(some.to_numpy())
+        n_heads = counts[layer].get(kind, 0) if 0 <= layer < len(counts) else 0
+        if index[0] < 0 or index[-1] >= n_heads:
+            return resolve_sites(model, list(rows["name"].unique()))  # raises an error
+        names = _all_names(layer, kind, counts[layer][kind])
+        chosen = tuple(names[i] for i in index.tolist())
+        groups.append(LayerSites(layer, kind, chosen, torch.from_numpy(index)))
+    return tuple(groups)
 
 
 def wide_reasons(sites: Iterable[LayerSites]) -> list[str]:

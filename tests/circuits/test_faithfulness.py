@@ -274,10 +274,11 @@ def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
     effects[only_first : only_first + both] = 0.05
 
     class Ablated:
-        n_sites, largest = len(effects), 0
+        n_sites, largest, tried = len(effects), 0, []
 
         def faithfulness_and_error(self, circuits):
             self.largest = max([self.largest, *map(len, circuits)])
+            self.tried += [frozenset(circuit.tolist()) for circuit in circuits]
             sums = [effects[circuit].sum(axis=0) for circuit in circuits]
             values = np.array(sums).reshape(-1, 2)
             return values.mean(axis=1), abs(values - 1).mean(axis=1)
@@ -292,6 +293,7 @@ def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
     assert len(circuit) == 16
     assert set(circuit) <= set(range(only_first, only_first + both))
     assert ablated.largest <= 512
+    assert len(set(ablated.tried)) == len(ablated.tried) == len(search.tried)
     without = search.prefixes(orders)[0]  # control
     assert len(without) > len(effects) - only_first
 
