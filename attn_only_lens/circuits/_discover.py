@@ -31,6 +31,7 @@ from attn_only_lens.circuits.stability import (
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import each_in_turn
 from attn_only_lens.engine.prompts import PromptPair
@@ -115,7 +116,8 @@ def discover(
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
-    with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress) as bar:
+    progress = tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress)
+    with unchanged(model), progress as bar:
         ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]

@@ -8,7 +8,7 @@ import typer
 from attn_only_lens.cli.common import command, option, output_folder, say_page
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
-WORDS = {
+WORDS: dict[str | tuple[str, ...], list[str | tuple[str, ...]]] = {
     ("keys", "key"): [("letters", "letter"), ("boats", "boat"), ("cars", "car"), ("boys", "boy")],
     "cabinet": ["table", "door", "garden", "house"],
 }

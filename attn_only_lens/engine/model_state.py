@@ -27,6 +27,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
@@ -41,6 +42,7 @@ from transformer_lens.hook_points import HookPoint
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from attn_only_lens.engine.model_checks import modules_of, state_of_hooks
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import PassState
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
@@ -112,6 +114,9 @@ _VALUES = int, float, complex, str, bytes, Fraction, Decimal
 _ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
+_UNCHANGED: "weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]]" = weakref.WeakKeyDictionary()
+
+
 def saved_state(model: Any) -> dict[str, Any]:
     """Return the settings that a checkpoint stores for its model."""
     return {"model": fingerprint(model), "training": _modes(model)}
@@ -131,8 +136,32 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Context manager in which `snapshot` describes the model once, for analyses of many steps.
+
+    Raises:
+        InputError: at the end, if the model has changed; analyses do not change it.
+    """
+    if model in _UNCHANGED:
+        yield
+        return
+    before = _UNCHANGED[model] = snapshot(model)
+    try:
+        yield
+    finally:
+        del _UNCHANGED[model]
+    if snapshot(model) != before:
+        reason = "the model changed during the analysis, by the metric or in another thread"
+        raise InputError([f"{reason}; expected a model that stays as it is"], "no result is known")
+
+
 def snapshot(model: Any) -> tuple[object, ...]:
     """Return a description of a model's state that equals a later one if nothing has changed."""
+    return _UNCHANGED.get(model) or _snapshot(model)
+
+
+def _snapshot(model: Any) -> tuple[object, ...]:
     vectors = list[Tensor]()
 
     def of_tensor(tensor: Tensor) -> object:

@@ -19,6 +19,7 @@ from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import PositionSet, each_in_turn, resolve_positions
@@ -101,7 +102,7 @@ def explain(
         if held_out is not None:
             reasons += _reasons_against(held_out, contrast, model, pair, places)
     InputError.raise_if(reasons, _PROBLEM)
-    with float32_slopes(model, pair, metric):
+    with unchanged(model), float32_slopes(model, pair, metric):
         run_both(model, pair, decomposed=True)  # kept for the steps below
         estimate = Estimate("secant", budget=0, split=True)
         whole = attribution(model, contrast, sites=sites, method=estimate, work=quiet)
