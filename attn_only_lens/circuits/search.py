@@ -14,7 +14,7 @@ search has three steps. Each step starts from the best circuit so far:
     worth      Sites are ranked again by what they add to the current circuit, to first order
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
                without a smaller circuit. If no short prefix suffices, it starts from the prefix
-               with the smallest error.
+               with the smallest error, and adds and removes some sites until the error is small.
     pruning    The circuit is evaluated without each chunk of sites; then as many chunks as possible
                are removed together. If none can be, chunks are halved, down to single sites.
 
@@ -41,7 +41,9 @@ _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 32  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
-_ROUNDS = 8  # rounds without any sufficient circuit
+_ROUNDS = 8  # rounds that lower the error of a circuit that does not suffice
+_STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes
+_LEAST = 16  # a round ranks prefixes of up to this size, or twice the circuit's
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _SMALL, _LARGE = 64, 1000  # circuits between these sizes are pruned in chunks, then site by site
@@ -189,21 +191,43 @@ class SearchRun:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit.
-
-        If no prefix suffices, the next ranking starts from the prefix with the smallest error. For
-        several prompts, this is often a short one: long prefixes overshoot on some prompts before
-        they suffice for others.
-        """
+        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
         best, every, worth, idle = circuit, self._ablated.n_sites, None, 0
-        while idle < (_IDLE_ROUNDS if len(best) < every else _ROUNDS):
+        while idle < _IDLE_ROUNDS:
             start = circuit if len(circuit) < every else self._closest
             new = self._ablated.worth(start)
             worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
-            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), 16))
+            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _LEAST))
+            if len(circuit) == len(best) == every:
+                circuit = self.lower_error(self._closest)
             best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
         return best
+
+    def lower_error(self, circuit: Rows) -> Rows:
+        """Add and remove a few sites at a time; return the first sufficient circuit, or all sites.
+
+        For several prompts, a short prefix may nearly suffice, while longer prefixes overshoot on
+        some prompts before they suffice for others.
+        """
+        every = np.arange(self._ablated.n_sites)
+        for _ in range(_ROUNDS):
+            worth = self._ablated.worth(circuit)
+            inside = circuit[np.argsort(worth[circuit], kind="stable")]
+            order = np.argsort(-worth, kind="stable")
+            outside = order[~np.isin(order, circuit)][: _STEPS[-1]]
+            changed = [
+                np.concatenate([inside[n_removed:], outside[:n_added]])
+                for n_added in _STEPS
+                for n_removed in _STEPS
+                if n_added + n_removed > 0 and n_removed < len(circuit)
+            ]
+            _, errors = self._measure(["worth"] * len(changed), changed)
+            enough = [x for x, e in zip(changed, errors, strict=True) if self._suffices(e, len(x))]
+            if enough:
+                return min(enough, key=len)
+            circuit = changed[int(errors.argmin())]
+        return every
 
     def prune(self, circuit: Rows) -> Rows:
         """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
