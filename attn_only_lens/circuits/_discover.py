@@ -32,7 +32,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import each_in_turn
+from attn_only_lens.engine.positions import aligned
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
@@ -108,7 +108,7 @@ def discover(
     if resamples:
         require_resamples(n_prompts, metric)
     if sites.positions == "each" and sites.split() is None:
-        sites = replace(sites, positions=each_in_turn(pair))
+        sites = replace(sites, positions=aligned(pair, "each"))
     places = checked_places(pair, site_rows(site_groups(model, pair, sites, "z")))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])

@@ -21,7 +21,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import PositionSet, each_in_turn, resolve_positions
+from attn_only_lens.engine.positions import PositionSet, aligned, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
@@ -96,7 +96,7 @@ def explain(
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
     with InputError.collected(reasons):
         by_role = contrast.roles and len(contrast) > 1
-        sites = Sites(positions="roles" if by_role else each_in_turn(pair))
+        sites = Sites(positions="roles" if by_role else aligned(pair, "each"))
         places = resolve_positions(pair, sites.positions)
         if held_out is not None:
             reasons += _reasons_against(held_out, contrast, model, pair, places)
