@@ -145,6 +145,29 @@ def length_reasons(
     ]
 
 
+def token_columns(pair: PromptPair) -> range:
+    """Return the columns from the first to the last in which a prompt has a token."""
+    columns = pair.real.any(dim=0).nonzero().flatten().tolist()
+    return range(columns[0], columns[-1] + 1)
+
+
+def column_reasons(pair: PromptPair, columns: range) -> list[str]:
+    """Return a reason unless all prompts have tokens in these columns of a circuit's prompts."""
+    numbers = pair.real.sum(dim=1), pair.real.int().argmax(dim=1)
+    lengths, starts = (sorted(set(x.tolist())) for x in numbers)
+    because = "as in the prompts used to find the circuit: the sites have fixed positions"
+    if lengths != [len(columns)]:
+        listed = " and ".join(map(str, lengths))
+        return [f"got prompts of {listed} tokens; expected {len(columns)} tokens, {because}"]
+    if starts != [columns.start]:
+        listed = " and ".join(map(str, starts))
+        return [
+            f"got prompts whose first token has position {listed}; expected position "
+            f"{columns.start}, {because}"
+        ]
+    return []
+
+
 def is_by_role(positions: Positions) -> bool:
     """Return whether positions are roles of the contrast."""
     plain = [positions] if isinstance(positions, str) else as_plain(positions)

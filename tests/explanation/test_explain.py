@@ -556,6 +556,11 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     ):
         with pytest.raises(InputError, match=reason):
             explain(model, pairs[:5], held_out=held_out)
+    rows = [torch.nn.functional.pad(model.to_tokens(x), (1, 0)) for x in (CLEAN, CORRUPTED)]
+    mask = torch.ones_like(rows[0])
+    mask[0, 0] = 0
+    with pytest.raises(InputError, match="held_out: got prompts whose first token has position 1"):
+        explain(model, CONTRAST, held_out=Contrast(*rows, CONTRAST.metric, mask=mask))
     longer = Contrast(f"{CLEAN} here", f"{CORRUPTED} here", CONTRAST.metric)
     with pytest.raises(InputError, match="held_out: got prompts of 7 tokens; expected 6"):
         explain(model, CONTRAST, held_out=longer)
