@@ -21,7 +21,7 @@ from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places
 from attn_only_lens.engine.multipliers import BothRuns, Held, run_both
-from attn_only_lens.engine.positions import column_reasons
+from attn_only_lens.engine.positions import column_reasons, missing_role_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.errors import InputError
@@ -72,8 +72,7 @@ def members(
     candidates = circuit.candidates.positions
     at_roles = [*(candidates if isinstance(candidates, tuple) else ()), *places]
     at_roles = [x for x in dict.fromkeys(at_roles) if isinstance(x, str) and x != "all"]
-    if lacking := ", ".join(role for role in at_roles if role not in pair.roles):
-        reasons.append(f"the contrast lacks roles of the circuit: {lacking}; expected all of them")
+    reasons += missing_role_reasons(pair.roles, at_roles, "circuit")
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
     with InputError.collected(reasons):

@@ -18,7 +18,7 @@ leaves out a role that has no token in any prompt.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -174,6 +174,13 @@ def is_by_role(positions: Positions) -> bool:
     if plain in (["each"], ["all"]) or not isinstance(plain, list | tuple):
         return False
     return bool(plain) and all(isinstance(x, str) for x in plain)
+
+
+def missing_role_reasons(roles: Roles, expected: Iterable[str], owner: str) -> list[str]:
+    """Return a reason if a contrast lacks some of the roles that a circuit or a graph has."""
+    missing = ", ".join(role for role in expected if role not in roles)
+    reason = f"the contrast lacks roles of the {owner}: {missing}; expected all of them"
+    return [reason] if missing else []
 
 
 def role_reasons(roles: Roles, n_prompts: int) -> list[str]:

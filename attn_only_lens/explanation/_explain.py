@@ -25,6 +25,7 @@ from attn_only_lens.engine.positions import (
     PositionSet,
     aligned,
     column_reasons,
+    missing_role_reasons,
     resolve_positions,
     token_columns,
 )
@@ -151,8 +152,8 @@ def _reasons_against(
         with InputError.collected(reasons):
             other, names = held_out.pair(model), [place.label for place in places]
             roles = [name for name in names if isinstance(name, str)]
-            if lacking := [name for name in roles if name not in other.roles]:
-                reasons.append(f"the contrast lacks roles: {', '.join(lacking)}")
+            if missing := missing_role_reasons(other.roles, roles, "circuit"):
+                reasons += missing
             elif roles:
                 resolve_positions(other, roles)
             else:

@@ -547,7 +547,10 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     warns = with_less.held_out.faithfulness < 0.7 * with_less.circuit.faithfulness
     assert ("does not hold there" in with_less.text()) == warns
     for held_out, reason in (
-        (replace(pairs[5:], roles={"end": -1}), "held_out: the contrast lacks roles: subject"),
+        (
+            replace(pairs[5:], roles={"end": -1}),
+            "held_out: the contrast lacks roles of the circuit: subj",
+        ),
         (replace(pairs[5:], corrupted=None), "held_out: got a contrast without corrupted prompts"),
         (pairs.clean, "held_out: got a tuple; expected Contrast"),
         (pairs[3:], "held_out: got 2 of the pairs that find the circuit; expected others"),
