@@ -110,6 +110,8 @@ def circuit_view(
     n_prompts = len(contrast if graph.roles and isinstance(contrast, Contrast) else graph.tokens)
     if not is_count(prompt, 0, n_prompts - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {n_prompts} prompts")
+    if not isinstance(notes, list | tuple) or not all(isinstance(note, str) for note in notes):
+        reasons.append(f"got notes={notes!r}; expected a list of texts")
     refuse(*reasons, *COUNT.reasons(top_tokens=top_tokens))
     measured, state = groups_and_state(graph, overlays.groups, state)
 
