@@ -477,7 +477,7 @@ COUNTED = {
         lambda *given: circuits.discover(
             *given, method=p.Estimate("secant", 0), search=circuits.Search(order="magnitude")
         ),
-        *(4_600, 55),
+        *(4_600, 60),
     ),
 }
 """A call, and how many kernels and waits it may take the second time, when checks are known."""

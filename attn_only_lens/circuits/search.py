@@ -1,11 +1,11 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 Let f(C) be the faithfulness of a circuit C (`ablated_model.py`). The circuit is sufficient if its
-error is at most 1 - wanted, where `wanted` is the requested faithfulness. The error is |1 - f(C)|
-for one prompt, and a mean of |1 - f(C)| over several prompts. A prefix of a ranking is its k
-highest-ranked sites. Faithfulness does not always rise with circuit size, because the effects of
-sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The search has
-three steps. Each step starts from the best circuit so far:
+error and |1 - f(C)| are at most 1 - wanted, where `wanted` is the requested faithfulness. The error
+is |1 - f(C)| for one prompt, and a mean of |1 - f(C)| over several prompts. A prefix of a ranking
+is its k highest-ranked sites. Faithfulness does not always rise with circuit size, because the
+effects of sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The
+search has three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
                with ratio √√2. The grid is refined where f becomes sufficient or crosses 1 (for
@@ -253,6 +253,11 @@ class SearchRun:
     def _measure(
         self, steps: Sequence[Step], circuits: Sequence[Rows]
     ) -> tuple[Float[np.ndarray, "circuit"], Float[np.ndarray, "circuit"]]:
+        """Return each circuit's faithfulness, and the larger of |1 - f| and its error.
+
+        The error is the larger one, unless the metric rises on some prompts and falls on others
+        when all sites are ablated.
+        """
         values, errors = self._ablated.faithfulness_and_error(circuits)
         self.tried += [
             {"step": step, "n_sites": len(circuit), "faithfulness": f, "error": error}
@@ -260,7 +265,7 @@ class SearchRun:
                 steps, circuits, values.tolist(), errors.tolist(), strict=True
             )
         ]
-        return values, errors
+        return values, np.maximum(errors, abs(1 - values))
 
     def _suffices(self, error: float, size: int) -> bool:
         # The circuit of all sites has no error up to rounding, so it always suffices.

@@ -223,7 +223,7 @@ CALLS = {
     "compare": streamed,
 }
 # These refuse prompts of different lengths, or other prompts than the graph's, of any model.
-OWN_REASONS = "attribution_graph", "explain", "group_nodes", "circuit_view"
+OWN_REASONS = "attribution_graph", "group_nodes", "circuit_view"
 
 
 OF_CONVERTED = ("activation_patch", "attribution_graph of pairs")

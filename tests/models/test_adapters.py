@@ -381,6 +381,8 @@ OF_NO_SUCH_MODEL = {
     *(
         "ioi",
         "from_jsonl",
+        "from_pair",
+        "solved_by",
         "comparison_circuit",
         "comparison_report",
         *support.GROWTH,
