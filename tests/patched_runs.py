@@ -70,16 +70,19 @@ def mask_at(batch, pos, *positions):
     return places
 
 
-def places_of(label, real):
+def places_of(label, real, roles=None):
     """Return the [batch, pos] mask of the positions that a label of a sweep stands for.
 
-    A negative number counts from the last real token of each prompt.
+    Roles and negative numbers count the real tokens of each prompt, other numbers all columns.
     """
     if label == "all":
         return real
     chosen = torch.zeros_like(real)
     for prompt, row in enumerate(real):
-        chosen[prompt, row.nonzero().flatten()[label] if label < 0 else label] = True
+        number = roles[label] if isinstance(label, str) else label
+        number = number[prompt] if isinstance(number, list) else number
+        in_columns = number >= 0 and not isinstance(label, str)
+        chosen[prompt, number if in_columns else row.nonzero().flatten()[number]] = True
     return chosen & real
 
 
@@ -92,7 +95,8 @@ def difference(logits, mask=None, correct=7, wrong=8):
 def whole_runs(model, contrast, frame, part="z", measure=difference, noise=False):
     """Return a metric of a whole run with the patch of each row of a sweep.
 
-    Only the contrast's tokens and its mask are used.
+    Only the contrast's tokens, mask and roles are used. For a row of one prompt, the metric is of
+    this prompt.
     """
     clean, corrupted, mask = contrast.clean, contrast.corrupted, contrast.mask
     into, other = (clean, corrupted) if noise else (corrupted, clean)
@@ -100,9 +104,10 @@ def whole_runs(model, contrast, frame, part="z", measure=difference, noise=False
     real = torch.ones_like(clean).bool() if mask is None else mask.bool()
     values = []
     for row in frame.itertuples():
-        places = places_of(row.position, real)
+        places = places_of(row.position, real, contrast.roles)
         logits = patched_logits(model, into, source, row.name, part, places, mask)
-        values.append(measure(logits, mask))
+        some = [row.prompt] if hasattr(row, "prompt") else slice(None)
+        values.append(measure(logits[some], None if mask is None else mask[some]))
     return values
 
 

@@ -39,6 +39,7 @@ from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.positions import aligned, token_columns
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.estimate import Estimate, Method
@@ -111,6 +112,8 @@ def learn_mask(
     elif len(set(labels)) < 5:
         reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more")
     InputError.raise_if(reasons, "no mask can be learned")
+    if sites.positions == "each" and sites.split() is None:
+        sites = replace(sites, positions=aligned(pair, "each"))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=list(contrast.roles))
     ranking = rank_sites(model, contrast, sites, Estimate(method, budget=0))
@@ -142,6 +145,7 @@ def learn_mask(
         *(ranking, effects, search.circuit, search.tried),
         method="learned mask",
         wanted=None,
+        columns=token_columns(pair),
         ablation=ablation,
         candidates=sites,
     )

@@ -36,7 +36,7 @@ from attn_only_lens.engine.metrics import no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import each_in_turn, is_by_role, length_reasons
+from attn_only_lens.engine.positions import aligned, is_by_role, length_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, SomeSites
@@ -149,7 +149,7 @@ def attribution_graph(
     one_run, pair, metric = contrast.corrupted is None, contrast.pair(model), contrast.metric
     if not by_role:
         InputError.raise_if(length_reasons(pair, only_columns=True) if one_run else [], _PROBLEM)
-        by_role = is_by_role(positions := each_in_turn(pair))
+        by_role = is_by_role(positions := aligned(pair, positions))
     if top is None and mass is None:
         top = _TOP["run" if one_run else "difference"]
     with float32_runs(model, pair) if one_run else float32_slopes(model, pair, metric):

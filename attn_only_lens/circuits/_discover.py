@@ -33,7 +33,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import each_in_turn
+from attn_only_lens.engine.positions import aligned, token_columns
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
@@ -111,7 +111,7 @@ def discover(
     if resamples:
         require_resamples(n_prompts, metric)
     if sites.positions == "each" and sites.split() is None:
-        sites = replace(sites, positions=each_in_turn(pair))
+        sites = replace(sites, positions=aligned(pair, "each"))
     places = checked_places(pair, site_rows(site_groups(model, pair, sites, "z")))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
@@ -140,6 +140,7 @@ def discover(
             *(ablated, ranking, mean, rows, tried),
             method=ranking.method,
             wanted=faithfulness,
+            columns=token_columns(pair),
             ablation=search.ablation,
             candidates=sites,
             draws=(search.n_random, search.seed),
@@ -188,13 +189,14 @@ def circuit_of(
     rows: Rows,
     tried: Sequence[Mapping[str, Any]],
     *,
+    columns: range,
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
     """Evaluate a set of sites, and return a `Circuit` of them, sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are further attributes of
-    the `Circuit`.
+    `columns` are the columns of the prompts' tokens, and `draws` is the number of random circuits
+    and their seed; `settings` are further attributes of the `Circuit`.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[SITE].assign(effect=effects).iloc[rows]
@@ -202,7 +204,8 @@ def circuit_of(
     return Circuit(
         frame.loc[by_effect].reset_index(drop=True),
         n_sites=ablated.n_sites,
-        n_pos=ablated.n_pos,
+        n_pos=len(columns),
+        start=columns.start,
         faithfulness=float(measured[0]),
         completeness=float(complete[0]),
         random=tuple(random[:, 0].tolist()),

@@ -87,9 +87,9 @@ def evaluate(
         work: how many prompts are run at once; see `discover`.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all" or by role; a contrast
-            that lacks one of the circuit's roles; a circuit with sites that the model does not
-            have; an invalid contrast; ablating every site changes nothing.
+        InputError: prompts of another length or with other padding, unless positions are "all" or
+            by role; a contrast that lacks one of the circuit's roles; a circuit with sites that the
+            model does not have; an invalid contrast; ablating every site changes nothing.
 
     Example:
         >>> import torch

@@ -39,6 +39,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.positions import missing_role_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites, Sites
@@ -218,8 +219,8 @@ def _require_same_contrast(
         here = [all_token_texts(model, tokens) for tokens in (pair.clean, pair.corrupted)]
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
-    elif lacking := ", ".join(role for role in positions if role not in contrast.roles):
-        reasons.append(f"the contrast lacks roles of the graph: {lacking}; expected all of them")
+    else:
+        reasons += missing_role_reasons(contrast.roles, positions, "graph")
     if (name := as_metric(contrast.metric).name) != graph.metric:
         reasons.append(f"got the metric {name}; expected the graph's metric, {graph.metric}")
     InputError.raise_if(reasons, _PROBLEM)

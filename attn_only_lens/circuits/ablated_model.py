@@ -90,7 +90,7 @@ class AblatedModel:
         """
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
-        self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
+        self.n_sites, self._n_pos = len(sites), pair.clean.shape[1]
         roles = checked_places(pair, sites)
         groups = sites_of_rows(model, sites)
         runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
@@ -224,7 +224,7 @@ class AblatedModel:
         flat = torch.cat([add.flatten() for add in adds]).cpu().split(sizes)
         by_site = np.zeros(self.n_sites)
         for point, of_point in zip(self._points, flat, strict=True):
-            by_head = of_point.view(-1, self.n_pos - self._first, point.replacement.shape[2])
+            by_head = of_point.view(-1, self._n_pos - self._first, point.replacement.shape[2])
             by_site[point.rows] = point.by_site(by_head.numpy(), self._first)
         return float(value.detach()), by_site
 
@@ -374,7 +374,7 @@ class _InChunks(AblatedModel):
         self._make, self._pairs, self.weights = make, chunks, np.array(weights)
         wholes, nothings = [], []
         for ablated in self._chunks():
-            self.sites, self.n_sites, self.n_pos = ablated.sites, ablated.n_sites, ablated.n_pos
+            self.sites, self.n_sites = ablated.sites, ablated.n_sites
             wholes.append(ablated.whole_by_prompt)
             nothings.append(ablated.nothing_by_prompt)
         self.whole_by_prompt, self.nothing_by_prompt = map(np.concatenate, (wholes, nothings))

@@ -56,6 +56,7 @@ class CircuitBody(TypedDict):
     frame: _Table
     n_sites: int
     n_pos: int
+    start: int
     faithfulness: float
     completeness: float
     random: list[float]
@@ -92,7 +93,8 @@ class Circuit:
             also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`). A
             site that is in no resampled circuit has an inclusion of 0.
         n_sites: how many sites were ranked.
-        n_pos: the number of tokens in a prompt.
+        n_pos: the number of tokens in a prompt, without padding.
+        start: the position of a prompt's first token, which is after padding if it is not 0.
         faithfulness: the faithfulness of the circuit.
         completeness: the faithfulness of all other sites; it is near 0 if nothing was missed.
         random: the faithfulness of random circuits of the same size.
@@ -111,6 +113,7 @@ class Circuit:
     frame: pd.DataFrame
     n_sites: int
     n_pos: int
+    start: int
     faithfulness: float
     completeness: float
     random: tuple[float, ...]

@@ -21,6 +21,7 @@ from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places
 from attn_only_lens.engine.multipliers import BothRuns, Held, run_both
+from attn_only_lens.engine.positions import column_reasons, missing_role_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.errors import InputError
@@ -61,22 +62,17 @@ def members(
     """Return all candidates of a circuit on these prompts, and which rows belong to the circuit.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all" or by role; prompts that
-            lack one of the circuit's roles; a circuit with sites that the model does not have.
+        InputError: prompts of another length or with other padding, unless positions are "all" or
+            by role; prompts that lack one of the circuit's roles; a circuit with sites that the
+            model does not have.
     """
     places, reasons = circuit.frame["position"].unique().tolist(), list[str]()
-    lengths = sorted(set(pair.real.sum(dim=1).tolist()))
-    same = bool((pair.real == pair.real[:1]).all()) and pair.clean.shape[1] == circuit.n_pos
-    if not same and not all(isinstance(place, str) for place in places):
-        reasons.append(
-            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
-            "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
-        )
+    if not all(isinstance(place, str) for place in places):
+        reasons += column_reasons(pair, range(circuit.start, circuit.start + circuit.n_pos))
     candidates = circuit.candidates.positions
     at_roles = [*(candidates if isinstance(candidates, tuple) else ()), *places]
     at_roles = [x for x in dict.fromkeys(at_roles) if isinstance(x, str) and x != "all"]
-    if lacking := ", ".join(role for role in at_roles if role not in pair.roles):
-        reasons.append(f"the contrast lacks roles of the circuit: {lacking}; expected all of them")
+    reasons += missing_role_reasons(pair.roles, at_roles, "circuit")
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
     with InputError.collected(reasons):

@@ -62,8 +62,8 @@ def patch(
     positions: Annotated[
         str,
         option(
-            "each (one patch per position), all (one patch for all positions), or numbers: 3,4,-1 "
-            "(-1 is the last token)",
+            "each (one patch per position; per role, if --pairs has roles and prompts differ in "
+            "length), all (one patch for all positions), or numbers: 3,4,-1 (-1 is the last token)",
             _WHAT,
         ),
     ] = "each",
@@ -137,7 +137,7 @@ def _print_estimate(
     batch_size: int | None,
 ) -> None:
     """If there are many patches, time a few and print an estimate of the time for all."""
-    from attn_only_lens.engine.positions import resolve_positions
+    from attn_only_lens.engine.positions import aligned, resolve_positions
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.work import Work
@@ -145,7 +145,8 @@ def _print_estimate(
     if not sites.kinds:
         return
     names = [name for group in resolve_sites(model, sites) for name in group.names]
-    n_positions = len(resolve_positions(contrast.pair(model), sites.positions))
+    pair = contrast.pair(model)
+    n_positions = len(resolve_positions(pair, aligned(pair, sites.positions, of_sweep=True)))
     n_patches = len(names) * n_positions
     if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
         return

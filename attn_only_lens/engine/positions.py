@@ -6,11 +6,10 @@ padding. A role of the contrast names one position in each prompt, as in `{"subj
 -1}`, counted without padding, from the start or, if negative, from the end; `"roles"` is all roles.
 
 In prompts of different lengths, one column has unlike tokens in different prompts, and which tokens
-depends on the side of the padding. There, `"each"` is all roles of the contrast in explanations,
-circuits and graphs of circuits (`each_in_turn`), and without roles, `"each"` and numbers from 0
-raise an error before the first run. Counting from the end would also align some tokens, but the
-tokens before the prompts' common end would silently have no site. The rows of a sweep do not depend
-on each other, so a sweep only warns of rows that are means over unlike tokens.
+depends on the side of the padding. There, `"each"` is all roles of the contrast (`aligned`), and
+without roles, `"each"` and numbers from 0 raise an error before the first run. Counting from the
+end would also align some tokens, but the tokens before the prompts' common end would silently have
+no site. Only sweeps with rows for single prompts have columns of such prompts.
 
 A token is one site. If a token has several of the roles that are asked for, it belongs to the last
 of them, in the order of the contrast's roles; the others have no token in that prompt. `"roles"`
@@ -19,21 +18,20 @@ leaves out a role that has no token in any prompt.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.prompts import PromptPair, Roles
-from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 
 Positions: TypeAlias = str | int | Sequence[int | str] | Tensor
+_Positions = TypeVar("_Positions", bound=Positions)
 WORDS = ("each", "all", "roles")
 """Words for positions; no role may have one of these names."""
 _PROBLEM = "these positions cannot be patched"
@@ -92,7 +90,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if without:
             reasons.append(
                 f"got {pos}, which is padding, or before the start, in prompts {without}; expected "
-                "a real token in every prompt, or 'each', which skips prompts with padding there"
+                "a real token in every prompt"
             )
         reasons += [
             f"got {pos} and {earlier.label}, which are the same position; give only one of them"
@@ -104,37 +102,70 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     return tuple(sets)
 
 
-def each_in_turn(pair: PromptPair) -> str:
-    """Return "roles" in place of "each" if the prompts differ in length; otherwise "each".
+def aligned(pair: PromptPair, positions: _Positions, *, of_sweep: bool = False) -> _Positions | str:
+    """Return positions that mean the same in all prompts: "each" is "roles" if lengths differ.
 
     Raises:
-        InputError: the prompts differ in length, and the contrast has no roles.
+        InputError: the prompts differ in length, and positions are numbers from 0 or, without
+            roles, "each".
     """
-    reasons = length_reasons(pair)
-    if pair.roles and reasons:
+    if not (reasons := length_reasons(pair, of_sweep=of_sweep)):
+        return positions
+    plain = as_plain(positions)
+    if plain == "each" and pair.roles:
         return "roles"
-    InputError.raise_if(reasons, _PROBLEM)
-    return "each"
+    numbers = plain if isinstance(plain, list | tuple | range) else [plain]
+    InputError.raise_if(reasons if plain == "each" or any(map(is_count, numbers)) else [], _PROBLEM)
+    return positions
 
 
-def length_reasons(pair: PromptPair, *, only_columns: bool = False) -> list[str]:
+def length_reasons(
+    pair: PromptPair, *, only_columns: bool = False, of_sweep: bool = False
+) -> list[str]:
     """Return a reason if columns have unlike tokens, because prompts differ in their padding.
 
-    With `only_columns`, the analysis has no roles.
+    With `only_columns`, the analysis has no roles; a sweep also has rows for single prompts.
     """
     real, lengths = pair.real, pair.real.sum(dim=1).tolist()
     if (real == real[:1]).all():
         return []
     other = int((real != real[:1]).any(dim=1).int().argmax())  # the first with other padding
+    differ = f"prompt 0 has {lengths[0]} tokens, and prompt {other} has {lengths[other]}"
+    if lengths[0] == lengths[other]:
+        differ = f"prompts 0 and {other} have padding in different columns"
     roles = "roles: Contrast(…, roles={'subject': [2, 4], 'end': -1})"
     if pair.roles:
         roles = f"the contrast's roles: {', '.join(map(str, pair.roles))}"
+    others = "positions 'all'"
+    if of_sweep:
+        others = "per_prompt=True, positions 'all' or from the end (-1)"
     return [
-        f"prompt 0 has {lengths[0]} tokens, and prompt {other} has {lengths[other]}, so the same "
-        "position holds different words in them; expected prompts of the same length"
-        + f", positions 'all', or {roles}"
-        * (not only_columns)
+        f"{differ}, so the same position holds different words in them; expected prompts of the "
+        "same length" + f", {others}, or {roles}" * (not only_columns)
     ]
+
+
+def token_columns(pair: PromptPair) -> range:
+    """Return the columns from the first to the last in which a prompt has a token."""
+    columns = pair.real.any(dim=0).nonzero().flatten().tolist()
+    return range(columns[0], columns[-1] + 1)
+
+
+def column_reasons(pair: PromptPair, columns: range) -> list[str]:
+    """Return a reason unless all prompts have tokens in these columns of a circuit's prompts."""
+    numbers = pair.real.sum(dim=1), pair.real.int().argmax(dim=1)
+    lengths, starts = (sorted(set(x.tolist())) for x in numbers)
+    because = "as in the prompts used to find the circuit: the sites have fixed positions"
+    if lengths != [len(columns)]:
+        listed = " and ".join(map(str, lengths))
+        return [f"got prompts of {listed} tokens; expected {len(columns)} tokens, {because}"]
+    if starts != [columns.start]:
+        listed = " and ".join(map(str, starts))
+        return [
+            f"got prompts whose first token has position {listed}; expected position "
+            f"{columns.start}, {because}"
+        ]
+    return []
 
 
 def is_by_role(positions: Positions) -> bool:
@@ -143,6 +174,13 @@ def is_by_role(positions: Positions) -> bool:
     if plain in (["each"], ["all"]) or not isinstance(plain, list | tuple):
         return False
     return bool(plain) and all(isinstance(x, str) for x in plain)
+
+
+def missing_role_reasons(roles: Roles, expected: Iterable[str], owner: str) -> list[str]:
+    """Return a reason if a contrast lacks some of the roles that a circuit or a graph has."""
+    missing = ", ".join(role for role in expected if role not in roles)
+    reason = f"the contrast lacks roles of the {owner}: {missing}; expected all of them"
+    return [reason] if missing else []
 
 
 def role_reasons(roles: Roles, n_prompts: int) -> list[str]:
@@ -224,34 +262,6 @@ def _disjoint(
         reason = f"got {shared}, whose tokens all have later roles, too; expected positions without"
         raise InputError([f"{reason} {shared}, or alone"], _PROBLEM)
     return tuple(of_role[role.label] for role in sets if keep_empty or role.label not in empty)
-
-
-def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionSet]) -> None:
-    """Warn if rows for numbered positions are means over unlike tokens."""
-    columns = sorted({x.column for x in sets if x.column is not None})
-    if length_reasons(pair) and (example := _unlike(model, pair, columns)):
-        problem = (
-            "rows are means over unlike tokens; give positions by role, such as 'end', or "
-            "per_prompt=True"
-        )
-        lengths = pair.real.sum(dim=1)
-        reason = f"the prompts have {lengths.min()} to {lengths.max()} tokens: {example}"
-        warn({"unlike tokens": reason}, problem)
-
-
-def _unlike(model: Any, pair: PromptPair, columns: Sequence[int]) -> str:
-    """Describe the first of these columns whose tokens differ between prompts, if any."""
-    for tokens in (pair.clean, pair.corrupted):
-        # Compare with a prompt that has a token in this column.
-        first = tokens.where(pair.real, tokens.max() + 1).argmin(dim=0)
-        differ = (tokens != tokens.gather(0, first[None])) & pair.real
-        for column in (x for x in columns if differ[:, x].any()):
-            prompts = sorted((int(first[column]), int(differ[:, column].int().argmax())))
-            texts = [repr(token_text(model, int(tokens[i, column]))) for i in prompts]
-            return "position {} is {} in prompt {}, and {} in prompt {}".format(
-                *(column, texts[0], prompts[0], texts[1], prompts[1])
-            )
-    return ""
 
 
 def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:

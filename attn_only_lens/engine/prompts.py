@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarray
 Message: TypeAlias = Mapping[str, str]
 Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
+_SHOWN = 5  # the largest number of prompts that an error names
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
 _PROBLEM_OF_CHAT = "these prompts cannot be used for a chat"
@@ -229,7 +230,7 @@ def _rows(
     prompts, name = array_as_tensor(prompts), side or "prompts"
     items: list[Any] = list(prompts) if are_prompts(prompts) else [prompts]
     reasons += [f"{name}: got no prompts; expected at least one"] * (not items)
-    rows: list[Tensor] = []
+    rows, errors = list[Tensor](), dict[str, tuple[str, list[int]]]()
     for number, prompt in enumerate(items):
         if isinstance(prompt, str):
             label = f"{side} prompt".strip() + (f" {number}" if len(items) > 1 else "")
@@ -239,8 +240,17 @@ def _rows(
         try:
             rows += checked_tokens(model, prompt, warn_unknown=False)
         except UnsupportedCallError as error:
-            reasons.append(f"{name}: {error}")
+            expected = str(error).partition("; ")[2]
+            errors.setdefault(expected, (f"{name}: {error}", []))[1].append(number)
+    reasons += [text + _listed(numbers) * (len(items) > 1) for text, numbers in errors.values()]
     return rows
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return the numbers of prompts that an error is about."""
+    more = f" and {len(numbers) - _SHOWN} more" * (len(numbers) > _SHOWN)
+    listed = ", ".join(map(str, numbers[:_SHOWN]))
+    return f" (prompt{'s' * (len(numbers) > 1)} {listed}{more})"
 
 
 def are_prompts(prompts: object) -> bool:

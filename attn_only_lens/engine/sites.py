@@ -55,8 +55,8 @@ class Sites:
             "L5H3@13", "L5H3@subject".
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), "roles"
             for every role of the contrast in turn, the name of a role, or a list of numbers or of
-            roles. If prompts differ in length, means over prompts at a number from 0 give a
-            warning.
+            roles. If prompts differ in length, "each" is all roles, and numbers from 0 are an
+            error, unless each row is about one prompt (`per_prompt`).
         layers: layers of the original model, counted from 0; None for all. Not for names.
 
     Raises:

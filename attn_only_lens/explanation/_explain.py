@@ -22,7 +22,14 @@ from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import PositionSet, each_in_turn, resolve_positions
+from attn_only_lens.engine.positions import (
+    PositionSet,
+    aligned,
+    column_reasons,
+    missing_role_reasons,
+    resolve_positions,
+    token_columns,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import InputError
@@ -97,7 +104,7 @@ def explain(
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
     with InputError.collected(reasons):
         by_role = contrast.roles and len(contrast) > 1
-        sites = Sites(positions="roles" if by_role else each_in_turn(pair))
+        sites = Sites(positions="roles" if by_role else aligned(pair, "each"))
         places = resolve_positions(pair, sites.positions)
         if held_out is not None:
             reasons += _reasons_against(held_out, contrast, model, pair, places)
@@ -146,16 +153,12 @@ def _reasons_against(
         with InputError.collected(reasons):
             other, names = held_out.pair(model), [place.label for place in places]
             roles = [name for name in names if isinstance(name, str)]
-            lengths, expected = (side.real.sum(dim=1).unique().tolist() for side in (other, pair))
-            if lacking := [name for name in roles if name not in other.roles]:
-                reasons.append(f"the contrast lacks roles: {', '.join(lacking)}")
+            if missing := missing_role_reasons(other.roles, roles, "circuit"):
+                reasons += missing
             elif roles:
                 resolve_positions(other, roles)
-            elif lengths != expected:
-                listed = " and ".join(map(str, lengths))
-                reasons.append(f"got prompts of {listed} tokens; expected {expected[0]}")
-            elif other.real[0].tolist() != pair.real[0].tolist():
-                reasons.append("got other padding; expected the same columns with tokens")
+            else:
+                reasons += column_reasons(other, token_columns(pair))
             if n_shared := len(_token_rows(other) & _token_rows(pair)):
                 reasons.append(
                     f"got {n_shared} of the pairs that find the circuit; expected others"

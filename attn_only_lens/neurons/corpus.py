@@ -52,7 +52,8 @@ class Corpus:
         after: number of tokens in a window after the example's token.
 
     Raises:
-        InputError: an option is out of range; the error lists every reason.
+        InputError: the texts have another type, or an option is out of range; the error lists every
+            reason.
 
     Example:
         >>> from attn_only_lens import neurons
@@ -68,7 +69,7 @@ class Corpus:
     after: int = 6
 
     def __post_init__(self) -> None:
-        reasons = whole(2).or_none.reasons(context=self.context)
+        reasons = _texts_reasons(self.texts) + whole(2).or_none.reasons(context=self.context)
         reasons += one_of(*get_args(Ends)).reasons(ends=self.ends)
         reasons += COUNT.reasons(before=self.before, after=self.after)
         InputError.raise_if(reasons, _PROBLEM)
@@ -187,12 +188,17 @@ def chained_digest(before: str, row: Row) -> str:
     return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
 
 
+def _texts_reasons(texts: object) -> list[str]:
+    """Return a reason if these are neither a file nor texts that can be read one by one."""
+    is_list = isinstance(texts, str | Path | Iterable) and getattr(texts, "ndim", 1) > 0
+    if is_list and not isinstance(texts, Mapping | pd.DataFrame):
+        return []
+    expected = "expected a file or a list of texts, such as one column of a table"
+    return [f"got {a_type(texts)}; {expected}"]
+
+
 def _entries(texts: Texts) -> Iterator[Any]:
     if not isinstance(texts, str | Path):
-        wrong = not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0
-        if wrong or isinstance(texts, Mapping | pd.DataFrame):
-            expected = "expected a file or a list of texts, such as one column of a table"
-            raise InputError([f"got {a_type(texts)}; {expected}"], _PROBLEM)
         yield from texts
         return
     path, numbers = Path(texts), count()

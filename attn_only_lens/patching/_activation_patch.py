@@ -17,7 +17,6 @@ from attn_only_lens.engine.metrics import Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import saved_state
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import RunPair, record_pair
 from attn_only_lens.engine.replay import make_replay
@@ -214,9 +213,7 @@ def plan_sweep(
     """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
     pair, ablation, sites = contrast.pair(model), Ablation.of(direction), Sites.of(sites)
     most_rows = None if traced else ROWS  # estimates (`traced`) compute all rows at once
-    groups = site_groups(model, pair, sites, part, most_rows=most_rows)
-    if not per_prompt:
-        warn_of_unlike_tokens(model, pair, position_sets(groups))
+    groups = site_groups(model, pair, sites, part, averaged=not per_prompt, most_rows=most_rows)
     reference = ablation.reference
     tokens = None if reference is None else checked_tokens(model, reference)
     metric, layer_sites = as_metric(contrast.metric), tuple(dict.fromkeys(g.sites for g in groups))

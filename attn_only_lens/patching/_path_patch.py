@@ -36,7 +36,6 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric, no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import warn_of_unlike_tokens
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
@@ -46,7 +45,7 @@ from attn_only_lens.patching.path_blocks import PROBLEM, resolve_receivers
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Paths
-from attn_only_lens.patching.site_groups import Chunk, position_sets, site_groups
+from attn_only_lens.patching.site_groups import Chunk, site_groups
 from attn_only_lens.precision import full_precision
 from attn_only_lens.work import Work, work_reasons
 
@@ -124,9 +123,7 @@ def path_patch(
     pair, metric, part = contrast.pair(model), as_metric(contrast.metric), edges.part
     with float32_runs(model, pair):
         receiving = resolve_receivers(model, edges.receivers, part)
-        sending = site_groups(model, pair, edges.senders, "z")
-        if not per_prompt:
-            warn_of_unlike_tokens(model, pair, position_sets(sending))
+        sending = site_groups(model, pair, edges.senders, "z", averaged=not per_prompt)
         every = resolve_sites(model, "all")
         of_chunk: dict[str, Any] = {"traced": top is not None, "decomposed": True}
         at_once = prompts_per_chunk(model, pair, metric, every, "value", work, **of_chunk)

@@ -393,7 +393,8 @@ class Sweep(ScoredFrame):
 
         Raises:
             InputError: there are fewer than 8 prompts, rows of single prompts, a metric with one
-                value for all prompts, or the same pair of prompts twice.
+                value for all prompts, or the same pair of prompts twice, also in reverse: the
+                prompts must be independent.
 
         Example:
             >>> import pandas as pd
@@ -420,6 +421,13 @@ class Sweep(ScoredFrame):
             )
             again = [i for i, pair in enumerate(pairs) if pair in pairs[:i]]
             reasons += [f"got prompts {again} twice; expected different prompts"] * bool(again)
+            turned = [
+                i
+                for i, (clean, corrupted) in enumerate(pairs)
+                if clean != corrupted and (corrupted, clean) in pairs[:i]
+            ]
+            expected = "expected different prompts"
+            reasons += [f"got the reverse of prompts {turned}, too; {expected}"] * bool(turned)
         InputError.raise_if(reasons, "these effects have no p-values")
         effect, error = self.effect.to_numpy(), frame[SPREAD[1]].to_numpy()
         t = np.divide(abs(effect), error, out=np.full(len(error), np.inf), where=error > 0)

@@ -23,6 +23,7 @@ from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.positions import (
     Positions,
     PositionSet,
+    aligned,
     is_by_role,
     resolve_positions,
 )
@@ -189,9 +190,18 @@ def roles(groups: Iterable[SiteGroup]) -> list[PositionSet]:
 
 
 def site_groups(
-    model: Any, pair: PromptPair, sites: SomeSites, part: Part, *, most_rows: int | None = ROWS
+    model: Any,
+    pair: PromptPair,
+    sites: SomeSites,
+    part: Part,
+    *,
+    averaged: bool = False,
+    most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch as groups, whose order depends only on the sites and prompts."""
+    """Return the sites to patch as groups, whose order depends only on the sites and prompts.
+
+    If rows are `averaged` over prompts, positions must mean the same in all of them (`aligned`).
+    """
     sites, reasons = Sites.of(sites), list[str]()
     if part == "k":  # a neuron-head's keys are constant, so there is nothing to patch
         sites = sites.without(*NEURON_KINDS)
@@ -200,6 +210,8 @@ def site_groups(
         names = sites if split is None else list(dict.fromkeys(name for name, _ in split))
         resolved = resolve_sites(model, names)
     with InputError.collected(reasons):
+        if averaged:
+            sites = _aligned(pair, sites, split)
         if split is None:
             everywhere = resolve_positions(pair, sites.positions)
         else:
@@ -218,6 +230,17 @@ def site_groups(
             _PROBLEM,
         )
     return groups
+
+
+def _aligned(
+    pair: PromptPair, sites: Sites, split: Sequence[tuple[str, int | str | None]] | None
+) -> Sites:
+    """Return sites at positions that mean the same in all prompts."""
+    in_names = [position for _, position in split or () if position is not None]
+    aligned(pair, in_names, of_sweep=True)
+    if split is not None and len(in_names) == len(split):
+        return sites
+    return replace(sites, positions=aligned(pair, sites.positions, of_sweep=True))
 
 
 def _with_parts(

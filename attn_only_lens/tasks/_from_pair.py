@@ -208,6 +208,7 @@ def solved_by(model: Any, contrast: Contrast) -> Contrast:
 def _solved(model: Any, contrast: Contrast) -> list[int]:
     """Return the numbers of the pairs that a model solves."""
     left = list[int]()
+    contrast.pair(model)  # its errors name the prompts by their numbers among all pairs
     for start in range(0, len(contrast), _AT_ONCE):
         some = contrast[start : start + _AT_ONCE]
         pair = some.pair(model)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.arguments import POSITIVE, a_type
+from attn_only_lens.arguments import POSITIVE, a_type, is_count
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
@@ -62,7 +62,8 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         A plotly figure, which `viz.write_html` writes to a page that works offline.
 
     Raises:
-        InputError: the sweep is empty, or has too many heads; `rows` has another value.
+        InputError: the sweep is empty, or has too many heads; `rows` has another value; several
+            prompts of different lengths, with numbers from 0 as positions.
         ImportError: plotly is not installed.
 
     Example:
@@ -144,7 +145,8 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         no error bars if the metric has one value for all prompts.
 
     Raises:
-        InputError: the sweep is empty; k is not positive, or too large.
+        InputError: the sweep is empty; k is not positive, or too large; several prompts of
+            different lengths, with numbers from 0 as positions.
         ImportError: plotly is not installed.
 
     Example:
@@ -277,7 +279,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
     """Return each patch's effect and standard error, sorted by |effect| (ties keep their order)."""
-    refuse(*["the sweep has no rows"] * (not len(sweep)))
+    refuse(*["the sweep has no rows"] * (not len(sweep)), *_length_reasons(sweep))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
         frame[column] = frame[column].astype(str)
@@ -288,6 +290,21 @@ def _effects(sweep: Sweep) -> pd.DataFrame:
     else:
         frame["error"] = frame.get(SPREAD[1], np.nan)
     return frame.sort_values("effect", key=abs, ascending=False, kind="stable")
+
+
+def _length_reasons(sweep: Sweep) -> list[str]:
+    """Return a reason if effects would be means over different words of the prompts."""
+    positions = sweep.frame["position"].unique().tolist()
+    if sweep.tokens is None or not any(map(is_count, positions)):
+        return []
+    rows, prompts = sweep.tokens.clean, sweep.frame.get("prompt")
+    shown = rows if prompts is None else [rows[i] for i in prompts.unique()]
+    if len({tuple(token is None for token in row) for row in shown}) <= 1:
+        return []
+    return [
+        "the prompts differ in length, so the same position holds different words in them; "
+        "expected positions by role, or one prompt: sweep.query('prompt == 0')"
+    ]
 
 
 def _effect_name(sweep: Sweep) -> str:

@@ -13,6 +13,7 @@ from attn_only_lens.arguments import COUNT, a_type, is_count
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.positions import missing_role_reasons
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.graph_details import (
     DetailFields,
@@ -109,6 +110,8 @@ def circuit_view(
     n_prompts = len(contrast if graph.roles and isinstance(contrast, Contrast) else graph.tokens)
     if not is_count(prompt, 0, n_prompts - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {n_prompts} prompts")
+    if not isinstance(notes, list | tuple) or not all(isinstance(note, str) for note in notes):
+        reasons.append(f"got notes={notes!r}; expected a list of texts")
     refuse(*reasons, *COUNT.reasons(top_tokens=top_tokens))
     measured, state = groups_and_state(graph, overlays.groups, state)
 
@@ -181,8 +184,7 @@ def _reasons(graph: CircuitGraph, model: Any, contrast: Contrast | None) -> list
         return []
     if reasons := contrast_reasons(contrast, both=bool(graph.corrupted)):
         return reasons
-    if lacking := ", ".join(role for role in graph.roles if role not in (contrast.roles or {})):
-        reasons.append(f"the contrast lacks roles of the graph: {lacking}; expected all of them")
+    reasons = missing_role_reasons(contrast.roles, graph.roles, "graph")
     if contrast.corrupted is not None and not graph.corrupted:
         reasons.append(
             "got a contrast with corrupted prompts for a graph of one run; expected corrupted=None"

@@ -11,7 +11,7 @@ from common import tokens
 
 from attn_only_lens import Bilinear, Contrast, Work
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import Search, discover, evaluate, faithfulness
+from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits._faithfulness import SHARES
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import SearchRun, smallest_prefix
@@ -430,6 +430,40 @@ def test_rankings_and_options_that_make_no_sense_are_refused(model, how, match):
         ranking = p.attribution(model, contrast, sites=["L0N3"])
     with pytest.raises(InputError, match=match):
         faithfulness(model, contrast, ranking, **how)
+
+
+def test_a_circuit_at_columns_has_prompts_with_the_same_columns(model):
+    """With padding on the left, columns move; padding on the right changes nothing."""
+    padding = torch.zeros(2, 2, dtype=torch.long)
+
+    def padded(first, last):
+        sides = [torch.cat([padding[:, :first], x, padding[:, :last]], 1) for x in prompts()]
+        mask = torch.ones_like(sides[0])
+        mask[:, :first] = mask[:, POS + first :] = 0
+        return Contrast(*sides, METRIC, mask=mask)
+
+    found = discover(model, contrast_of(), sites=["L0N3", "L1H0"], search=Search(n_random=0))
+    moved = discover(model, padded(2, 0), sites=["L0N3", "L1H0"], search=Search(n_random=0))
+    assert (found.n_pos, found.start, moved.n_pos, moved.start) == (POS, 0, POS, 2)
+    longer = Contrast(tokens(0, 2, POS + 2), tokens(1, 2, POS + 2), METRIC)
+    for circuit, first, others in ((found, 0, (1, 2)), (moved, 2, (0, 1))):
+        expected = evaluate(model, circuit, padded(first, 0))
+        again = evaluate(model, circuit, padded(first, 2 - first))
+        assert again.faithfulness == pytest.approx(expected.faithfulness, abs=1e-9)
+        assert again.faithfulness == pytest.approx(circuit.faithfulness, abs=1e-9)
+        assert attribution_graph(model, padded(first, 0), sites=circuit).circuit is circuit
+        for start in others:
+            match = f"first token has position {start}; expected position {first}, as in"
+            with pytest.raises(InputError, match=match):
+                evaluate(model, circuit, padded(start, 2 - start))
+            with pytest.raises(InputError, match=match):
+                attribution_graph(model, padded(start, 2 - start), sites=circuit)
+        with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
+            evaluate(model, circuit, longer)
+    everywhere = p.Sites(["L0N3", "L1H0"], "all")
+    whole = discover(model, contrast_of(), sites=everywhere, search=Search(n_random=0))
+    result = evaluate(model, whole, padded(2, 0))
+    assert result.faithfulness == pytest.approx(whole.faithfulness, abs=1e-9)
 
 
 def test_other_refusals(model):

@@ -18,7 +18,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
-from attn_only_lens.errors import InputError, InputWarning
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 pytestmark = pytest.mark.numeric
@@ -341,8 +341,8 @@ def test_a_page_by_role_refuses_other_prompts_and_roles(model):
     assert read_back(viz.circuit_view(graph))["columns"] == list(ROLES)
 
 
-def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch):
-    """Circuits and graphs refuse them before any run, and sweeps warn of means."""
+def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch, tmp_path):
+    """Circuits, graphs and means of sweeps refuse them before any run."""
     contrast, pairs = prompts(ROLES)
     contrast = replace(contrast, roles={})
     left = on_the_left(contrast)
@@ -352,7 +352,8 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
     ranking = replace(ranking, frame=ranking.frame.assign(position=2))
     whole = discover(model, contrast, sites=all_at_once, search=ALONE)
     unpadded = Contrast(*map(list, zip(*pairs, strict=True)), METRIC)
-    some = p.Sites(SITES[:1], [2])
+    single, by_role = replace(contrast, corrupted=None), replace(contrast, roles=ROLES)
+    some, in_names = p.Sites(SITES[:1], [2]), ["L0H1@2", "L0N3@-1"]
     refused = [
         lambda: discover(model, contrast),
         lambda: discover(model, left),
@@ -363,6 +364,17 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
         lambda: faithfulness(model, contrast, ranking),
         lambda: explain(model, unpadded),
     ]
+    refused_by_sweeps = [
+        lambda: p.activation_patch(model, contrast),
+        lambda: p.activation_patch(model, left, work=Work(resume=tmp_path / "parts")),
+        lambda: p.activation_patch(model, contrast, sites=in_names),
+        lambda: p.activation_patch(model, single, direction="zero"),
+        lambda: p.activation_patch(model, by_role, sites=p.Sites("heads", [-1, 2])),
+        lambda: p.attribution(model, unpadded, sites=some, direction="mean"),
+        lambda: p.attribution(model, left, method="secant"),
+        lambda: p.path_patch(model, contrast, p.Edges("heads", "logits"), top=3),
+        lambda: p.path_patch(model, by_role, p.Edges(some, "neurons")),
+    ]
     with monkeypatch.context() as patch:
         # The test of padding, whose result is remembered, is the only run.
         patch.setattr("attn_only_lens.engine.prompts.ignores_padding", lambda *_: True)
@@ -371,21 +383,37 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
             with pytest.raises(InputError, match=match):
                 call()
         with pytest.raises(InputError, match=r"expected prompts of the same length$"):
-            attribution_graph(model, replace(contrast, corrupted=None))
+            attribution_graph(model, single)
+        match = "prompt 0 has 7 tokens, and prompt 1 has 5, .*per_prompt=True, .* end \\(-1\\), or "
+        for call in refused_by_sweeps:
+            with pytest.raises(InputError, match=f"{match}(the contrast's )?roles: ") as caught:
+                call()
+            assert len(caught.value.reasons) == 1
+    assert not (tmp_path / "parts").exists()
     evaluate(model, whole, contrast)  # positions="all" need no numbers
+    assert set(discover(model, by_role, method="patching", search=ALONE).frame["position"]) <= {
+        *ROLES
+    }
     for sweep, make in (
         (p.activation_patch, lambda x: {"sites": p.Sites(SITES[:2], x)}),
         (p.attribution, lambda x: {"sites": p.Sites(SITES[:2], x)}),
         (p.path_patch, lambda x: {"edges": p.Edges(p.Sites(SITES[:1], x), ["L1N5"])}),
     ):
-        with pytest.warns(InputWarning, match=r"5 to 7 tokens: position 2 is '\d+' in prompt"):
-            sweep(model, contrast, **make([2]))
-        sweep(model, contrast, **make([2]), per_prompt=True)
+        rows = sweep(model, contrast, **make([2]), per_prompt=True).frame
+        alone = Contrast(*(x[None] for x in pairs[1]), METRIC)
+        expected = sweep(model, alone, **make([2])).frame["value"]
+        got = rows.query("prompt == 1")["value"]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=EXACT)
         frames = [sweep(model, x, **make([-1, -2])).frame for x in (contrast, left)]
         np.testing.assert_allclose(*(frame["value"] for frame in frames), rtol=0, atol=EXACT)
-    # Control: prompts of one length, with the same tokens.
-    shorter = Contrast(contrast.clean[:, :5], contrast.corrupted[:, :5], METRIC)
-    p.activation_patch(model, shorter, sites=SITES)
+        frames = [sweep(model, by_role, **make(x)).frame for x in ("each", "roles")]
+        pd.testing.assert_frame_equal(*frames)
+        assert frames[0]["position"].unique().tolist() == list(ROLES)
+    # Control: prompts of one length, with the same tokens, have a row for each column.
+    shorter = [side[:, :5] for side in (contrast.clean, contrast.corrupted)]
+    roles = {"subject": [1, 2, 1], "end": -1}
+    shorter = p.activation_patch(model, Contrast(*shorter, METRIC, roles=roles), sites=SITES)
+    assert shorter.frame["position"].unique().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_names_say_their_role(model):
@@ -400,6 +428,8 @@ def test_names_say_their_role(model):
     assert set(some[key].itertuples(index=False, name=None)) == expected
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
+    by_default = p.activation_patch(model, contrast, sites=names).frame
+    pd.testing.assert_frame_equal(by_default, some)
     circuit = discover(model, contrast, sites=p.Sites(names, "roles"), faithfulness=0.5)
     assert circuit.n_sites == len(expected)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= expected

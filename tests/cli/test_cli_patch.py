@@ -8,7 +8,7 @@ import torch
 from bridges import hf_folder
 from typer.testing import CliRunner
 
-from attn_only_lens import Contrast, expose_neuron_heads, load, save
+from attn_only_lens import Contrast, expose_neuron_heads, load, save, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -64,6 +64,33 @@ def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monke
     assert re.search(r"about \d+ seconds, an estimate", shown["all"])
     assert "attn-only-lens explain" in shown["all"]
     assert "estimate" not in shown["L0N3,L0N5"]
+
+
+def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
+    """Without roles, they have one row for each token from the end; with roles, for each role."""
+    texts = (*TEXTS, "--clean", "w3 w5 w7", "--corrupted", "w3 w6 w7")
+    saved, out = tmp_path / "pairs.json", tmp_path / "sweep.csv"
+    for positions in ("each", "2,-1"):
+        result = run(folder, *texts, "--out", out, "--positions", positions)
+        assert result.exit_code != 0
+        assert "prompt 0 has 5 tokens, and prompt 1 has 4" in " ".join(result.output.split())
+        assert not out.exists()
+    result = run(folder, *texts, "--out", out, "--positions=-1", "--sites", "heads")
+    assert result.exit_code == 0, result.output
+    prompts, roles = ([CLEAN, "w3 w5 w7"], [CORRUPTED, "w3 w6 w7"]), {"changed": 2, "end": -1}
+    contrast = Contrast(*prompts, p.logit_diff("w13", "w17"), roles=roles)
+    contrast.save(saved)
+    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 100)
+    monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
+    result = run(folder, "--pairs", saved, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "156 patches: 78 heads and neurons at 2 positions" in " ".join(result.stderr.split())
+    sweep = p.Sweep.load(out)
+    model = expose_neuron_heads(load(folder)).model
+    reference = p.activation_patch(model, contrast, sites=p.Sites(positions="roles")).frame
+    assert sweep.frame["position"].tolist() == reference["position"].tolist()
+    np.testing.assert_allclose(sweep.frame["value"], reference["value"], rtol=0, atol=1e-4)
+    assert viz.sweep_heatmap(sweep).data[0].x[0].startswith("changed ")
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,8 @@ def test_what_is_refused(pair):
     ]
     with pytest.raises(ComparisonError, match="got confidence=2"):
         growth.Resampling(confidence=2)
+    with pytest.raises(ComparisonError, match="got n_resamples=1; expected 2 or more, or 0 for n"):
+        growth.Resampling(1)
     point = grown.model.hook_dict["blocks.0.hook_in"]
     point.add_perma_hook(lambda value, hook: value)
     with pytest.raises(ComparisonError, match="the grown model: hooks are attached"):

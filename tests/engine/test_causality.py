@@ -199,13 +199,13 @@ def replaced(model):
     return fidelity(model, {1: Transcoder(W, 0 * W, zeros, zeros)}, ROWS)
 
 
-FIRST = p.Sites(SITES, 0)
+LAST = p.Sites(SITES, -1)
 CALLS = {
-    "activation_patch": lambda x: p.activation_patch(x, PAIR, sites=FIRST),
-    "a mask": lambda x: p.activation_patch(x, MASKED, sites=FIRST),
-    "ablations": lambda x: p.activation_patch(x, ALONE, sites=FIRST, direction="zero"),
-    "attribution": lambda x: p.attribution(x, PAIR, sites=FIRST),
-    "path_patch": lambda x: p.path_patch(x, PAIR, p.Edges("L0H1@0", "L1H0", "z")),
+    "activation_patch": lambda x: p.activation_patch(x, PAIR, sites=LAST),
+    "a mask": lambda x: p.activation_patch(x, MASKED, sites=LAST),
+    "ablations": lambda x: p.activation_patch(x, ALONE, sites=LAST, direction="zero"),
+    "attribution": lambda x: p.attribution(x, PAIR, sites=LAST),
+    "path_patch": lambda x: p.path_patch(x, PAIR, p.Edges("L0H1@-1", "L1H0", "z")),
     "ablated": means,
     "attribution_graph": lambda x: graph_of(x, ALONE),
     "attribution_graph of pairs": lambda x: graph_of(x, PAIR, "roles"),

@@ -82,7 +82,7 @@ def test_prompts_of_different_lengths_would_share_angles(kind):
     with pytest.raises(InputError, match="got prompts of 9 to 11 tokens"):
         p.activation_patch(model, Contrast(*padded, METRIC, mask=mask))
     short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
-    p.activation_patch(model, Contrast(*short, METRIC), sites="L1H0")
+    p.activation_patch(model, Contrast(*short, METRIC), sites=p.Sites("L1H0", -1))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -272,19 +272,18 @@ def test_padding_changes_nothing(family, side):
     corrupted[:, 3] = (clean[:, 3] + 5) % 31
     columns, contrast = ["by_pattern", "by_value"], partial(Contrast, metric=METRICS["logit_diff"])
 
-    def parts(contrast, first=0):
-        sweep = p.attribution(model, contrast, method=SPLIT)
-        frame = sweep.to_frame()
-        frame["position"] += first
+    def parts(contrast):
+        sites = p.Sites(positions=[-1, -2, -3, -4])
+        sweep = p.attribution(model, contrast, sites=sites, method=SPLIT)
         span = sweep.clean_value - sweep.corrupted_value
-        return frame.set_index(["name", "position"])[columns] * span
+        return sweep.frame.set_index(["name", "position"])[columns] * span
 
     together = parts(contrast(clean, corrupted, mask=mask))
     alone = 0.0
     for row in range(2):
         kept = mask[row].bool()
-        one = parts(contrast(clean[row, kept], corrupted[row, kept]), int(kept.nonzero()[0]))
-        alone = alone + one.reindex(together.index).fillna(0.0) / 2
+        one = parts(contrast(clean[row, kept], corrupted[row, kept]))
+        alone = alone + one.loc[together.index] / 2
     assert not together.isna().any(axis=None)
     assert (together - alone).abs().max(axis=None) <= EXACT
     assert (together - alone).abs().max(axis=None) < together.abs().max(axis=None)

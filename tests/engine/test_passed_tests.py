@@ -43,7 +43,8 @@ class Counted:
         corrupted = clean.clone()
         corrupted[:, 3:] = (clean[:, 3:] + 5) % 37
         contrast = Contrast(clean, corrupted, p.logit_diff(7, 8), mask=mask)
-        result = p.activation_patch(self.model, contrast, sites=["L0N5", "L1N3", "L1H0"])
+        sites, per_prompt = ["L0N5", "L1N3", "L1H0"], batch > 1
+        result = p.activation_patch(self.model, contrast, sites=sites, per_prompt=per_prompt)
         return result.effect.to_numpy(), self.n_runs
 
 

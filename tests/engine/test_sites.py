@@ -7,7 +7,7 @@ from common import D_MLP, tokens
 
 from attn_only_lens import Bilinear, Contrast, HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.engine.positions import each_in_turn, length_reasons, resolve_positions
+from attn_only_lens.engine.positions import aligned, length_reasons, resolve_positions
 from attn_only_lens.engine.sites import HEAD_KINDS, Sites, resolve_sites
 from attn_only_lens.errors import InputError
 
@@ -191,13 +191,28 @@ def test_numbers():
 def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
     roles = {"end": -1, "first": 0}
     pair, without = pair_of([5, 2, 3], side, roles), pair_of([5, 2, 3], side)
-    assert each_in_turn(pair) == "roles"
+    assert aligned(pair, "each") == "roles"
     with pytest.raises(InputError, match=r"prompt 0 has 5 tokens, and prompt 1 has 2, .*roles={'"):
-        each_in_turn(without)
+        aligned(without, "each")
     assert "the contrast's roles: end, first" in length_reasons(pair)[0]
     assert length_reasons(pair, only_columns=True)[0].endswith("prompts of the same length")
+    for some in (pair, without):
+        for positions in ("all", "end", -1, [-1, -2], []):
+            assert aligned(some, positions) is positions
+        for positions in (0, [-1, 1], torch.tensor([2]), range(2), ["end", 1]):
+            with pytest.raises(InputError, match=r"expected prompts of the same length, positions"):
+                aligned(some, positions)
     for same in (pair_of([3, 3, 3], side, roles), pair_of([3, 3, 3], side)):
-        assert each_in_turn(same) == "each"
+        for positions in ("each", 0, [-1, 1]):
+            assert aligned(same, positions) is positions
+
+
+def test_prompts_of_one_length_with_padding_on_different_sides():
+    tokens_, mask = tokens(batch=2, pos=POS), torch.ones(2, POS)
+    mask[0, 0] = mask[1, -1] = 0
+    pair = Contrast(tokens_, (tokens_ + 1) % 41, p.loss(), mask=mask).pair(MODEL)
+    with pytest.raises(InputError, match="prompts 0 and 1 have padding in different columns, so"):
+        aligned(pair, "each")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -547,7 +547,10 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     warns = with_less.held_out.faithfulness < 0.7 * with_less.circuit.faithfulness
     assert ("does not hold there" in with_less.text()) == warns
     for held_out, reason in (
-        (replace(pairs[5:], roles={"end": -1}), "held_out: the contrast lacks roles: subject"),
+        (
+            replace(pairs[5:], roles={"end": -1}),
+            "held_out: the contrast lacks roles of the circuit: subj",
+        ),
         (replace(pairs[5:], corrupted=None), "held_out: got a contrast without corrupted prompts"),
         (pairs.clean, "held_out: got a tuple; expected Contrast"),
         (pairs[3:], "held_out: got 2 of the pairs that find the circuit; expected others"),
@@ -556,6 +559,11 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     ):
         with pytest.raises(InputError, match=reason):
             explain(model, pairs[:5], held_out=held_out)
+    rows = [torch.nn.functional.pad(model.to_tokens(x), (1, 0)) for x in (CLEAN, CORRUPTED)]
+    mask = torch.ones_like(rows[0])
+    mask[0, 0] = 0
+    with pytest.raises(InputError, match="held_out: got prompts whose first token has position 1"):
+        explain(model, CONTRAST, held_out=Contrast(*rows, CONTRAST.metric, mask=mask))
     longer = Contrast(f"{CLEAN} here", f"{CORRUPTED} here", CONTRAST.metric)
     with pytest.raises(InputError, match="held_out: got prompts of 7 tokens; expected 6"):
         explain(model, CONTRAST, held_out=longer)

@@ -362,9 +362,6 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
         (NAMES, ["a text"], {}, "text 0: got a text, but the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
-        (NAMES, 7, {}, "got an int; expected a file or a list of texts"),
-        (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),
-        (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
         (NAMES, [["a", "text"]], {}, "text 0: "),
         (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),
     ],
@@ -379,6 +376,10 @@ def test_a_corpus_is_refused(plain):
         neurons.top_examples(plain, NAMES, neurons.Corpus([[1]], context=18))
     with pytest.raises(InputError, match=r"got a list; expected a corpus: neurons\.Corpus\(texts"):
         neurons.top_examples(plain, NAMES, [[1]])
+    for no_texts in (3, None, torch.tensor(7), {"text": "a"}, pd.DataFrame({"text": ["a"]})):
+        with pytest.raises(InputError, match="expected a file or a list of texts") as refused:
+            neurons.Corpus(no_texts, before=-1)
+        assert len(refused.value.reasons) == 2
     with pytest.raises(InputError) as refused:
         neurons.Corpus([[1]], context=1, ends="first", before=-1, after=0.5)
     assert [reason.partition(";")[0] for reason in refused.value.reasons] == [

@@ -54,10 +54,13 @@ def made(name, state="plain", dtype=torch.float64):
 
 
 PADDING = {"none": [0, 0, 0], "right": [0, 3, 4], "left": [0, 2, 4]}
+# No two roles share a token. With padding on the right, prompts differ at "changed", on the left
+# at "earlier".
+ROLES = {"earlier": [4, 3, 2], "changed": [6, 5, 4], "before": -2, "end": -1}
 
 
 def pairs(side):
-    """Return three pairs that differ in different places, padded on one side."""
+    """Return three pairs that differ in different places, padded on one side, with roles."""
     clean = tokens(1, batch=BATCH)
     corrupted = clean.clone()
     for prompt, positions in enumerate(([4, 6], [5], [6, 4])):
@@ -66,7 +69,7 @@ def pairs(side):
     mask = torch.ones_like(clean)
     for prompt, n in enumerate(PADDING[side]):
         mask[prompt, slice(0, n) if side == "left" else slice(POS - n, None)] = 0
-    return Contrast(clean, corrupted, METRIC, mask=None if side == "none" else mask)
+    return Contrast(clean, corrupted, METRIC, mask=None if side == "none" else mask, roles=ROLES)
 
 
 PAIRS = {side: pairs(side) for side in PADDING}
@@ -117,14 +120,19 @@ def test_every_part_of_every_family(name, state):
             assert set(frame[frame.position < 4]["score"]) == {0.0}
 
 
-@pytest.mark.parametrize("positions", ["each", "all", -1, [5, 4, -2]])
+@pytest.mark.parametrize("positions", ["each", "all", -1, [-5, -4, -2], [5, 4, -2]])
 @pytest.mark.parametrize("side", PADDING)
 def test_positions_and_padding(side, positions):
-    positions = [4, 5] if (side, positions) == ("left", [5, 4, -2]) else positions
+    model, padded, sites = made("gpt2"), PAIRS[side], p.Sites(SITES, positions)
+    if side != "none" and positions == [5, 4, -2]:
+        with pytest.raises(InputError, match=r"prompt 0 has 11 tokens, and prompt 1 has [89], so"):
+            sweep(model, padded, sites)
+        return
+    by_role = side != "none" and positions == "each"
     for direction in ("denoise", "noise"):
-        sites = p.Sites(SITES, positions)
-        frame = sweep(made("gpt2"), PAIRS[side], sites, direction=direction)
-        require_exact(made("gpt2"), frame, PAIRS[side], noise=direction == "noise")
+        frame = sweep(model, padded, sites, direction=direction)
+        assert (frame["position"].unique().tolist() == list(ROLES)) == by_role
+        require_exact(model, frame, padded, n=11, noise=direction == "noise")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -139,10 +147,10 @@ def test_padding_in_every_part(side, name):
     sites = NEURONS if name == "llama" else SITES
     for part in PARTS[1:4]:
         sites_of_part = NEURONS if (name, part) == ("native", "pattern") else sites
-        frame = sweep(model, padded, sites_of_part, part=part)
-        require_exact(model, frame, padded, part=part)
+        frame = sweep(model, padded, sites_of_part, part=part, per_prompt=True)
+        require_exact(model, frame, padded, n=11, part=part)
         # Control: without the mask, the same tokens give other values.
-        without = sweep(model, WHOLE, sites_of_part, part=part)
+        without = sweep(model, WHOLE, sites_of_part, part=part, per_prompt=True)
         assert (frame["value"] - without["value"]).abs().max() > 1e-3
 
 
@@ -161,13 +169,13 @@ def test_neurons_of_bilinear_gates(part):
 
 def ablated(model, row, contrast, point_of, instead):
     """Return the metric of a whole clean run with an activation of one head replaced."""
-    clean, mask = contrast.clean, contrast.mask
+    clean, mask, roles = contrast.clean, contrast.mask, contrast.roles
     real = torch.ones_like(clean).bool() if mask is None else mask.bool()
     point, head = hook_point(model, row.name, point_of), head_of(row.name)
 
     def edit(value, hook):
         value = value.clone()
-        for prompt, pos in places_of(row.position, real).nonzero().tolist():
+        for prompt, pos in places_of(row.position, real, roles).nonzero().tolist():
             index = (prompt, head, pos) if point_of == "pattern" else (prompt, pos, head)
             value[index] = instead(point, prompt, pos, head)
         return value
@@ -185,7 +193,8 @@ def ablated(model, row, contrast, point_of, instead):
 def test_ablations(to, side):
     model, contrast = made("gpt2"), PAIRS[side]
     clean, mask, (kind, _, of_others) = contrast.clean, contrast.mask, to.partition(" ")
-    how = {"direction": kind, "sites": p.Sites(NEURONS if kind == "bias" else SITES, [2, 5])}
+    positions = [2, 5] if side == "none" else "each"  # by role
+    how = {"direction": kind, "sites": p.Sites(NEURONS if kind == "bias" else SITES, positions)}
     others, real = clean, torch.ones_like(clean).bool() if mask is None else mask.bool()
     if of_others:
         others = tokens(9, batch=BATCH if kind == "resample" else 5)
@@ -194,6 +203,8 @@ def test_ablations(to, side):
         with pytest.raises(InputError, match="from the padding"):
             sweep(model, contrast, **how)
         return
+    # A single run is the same: without corrupted prompts, the metric is that of the clean run.
+    single = replace(contrast, corrupted=None)
     source = cached(model, others, None if of_others else mask)
 
     def instead(point, prompt, pos, head):
@@ -204,7 +215,9 @@ def test_ablations(to, side):
             return source[point][row, pos, head]
         return torch.tensor([0.0, 1.0]) if to == "bias" else 0.0  # attend to the bias token only
 
-    frame = sweep(model, contrast, **how)
+    frame, of_one_run = (sweep(model, x, **how) for x in (contrast, single))
+    np.testing.assert_allclose(of_one_run["value"], frame["value"], rtol=0, atol=EXACT)
+    assert (frame["position"].unique().tolist() == list(ROLES)) == (side == "right")
     point_of = "pattern" if to == "bias" else "z"
     expected = [ablated(model, row, contrast, point_of, instead) for row in frame.itertuples()]
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
@@ -298,8 +311,8 @@ def test_metrics(name, family, side):
     model, contrast = made(family), replace(PAIRS[side], metric=METRICS[name])
     with torch.no_grad():
         measure = by_hand(name, model(contrast.clean, attention_mask=contrast.mask))
-    frame = sweep(model, contrast, ["L0N36", "L1H0"])
-    require_exact(model, frame[frame.position > 3], contrast, measure=measure)
+    frame = sweep(model, contrast, p.Sites(["L0N36", "L1H0"], [-5, -4, -3, -2, -1]))
+    require_exact(model, frame, contrast, measure=measure)
 
 
 # Precision

@@ -121,12 +121,11 @@ def test_padding_batches_and_sets_of_positions():
     mask[1, :2] = 0
     corrupted[:, 1], corrupted[1, 3] = (clean[:, 1] + 7) % 41, (clean[1, 3] + 5) % 41
     contrast = Contrast(clean, corrupted, METRIC, mask=mask)
-    result, together = (
-        estimate(model, contrast, "gradient", part="pattern", sites=p.Sites(NAMES, positions))
-        for positions in ("each", "all")
-    )
+    how = {"method": "gradient", "part": "pattern"}
+    rows = estimate(model, contrast, sites=NAMES, **how, per_prompt=True).frame
+    together = estimate(model, contrast, sites=p.Sites(NAMES, "all"), **how)
     for name in NAMES:
-        total = sum(moves(result, name, pos) for pos in range(POS))
+        total = rows.query("name == @name").eval("value - unpatched").sum() / 3
         # The sums of five terms are taken in another order.
         assert moves(together, name, "all") == pytest.approx(total, rel=1e-10, abs=1e-13)
         hook_name, index = oracle.place(model, name, "pattern", slice(None))
@@ -377,9 +376,9 @@ def test_a_padding_token_with_a_zero_embedding():
     mask[0, len(short) :] = 0
     expose_neuron_heads(model)
     contrast = Contrast(*sides, p.logit_diff(" are", " is"), mask=mask)
-    before = estimate(model, contrast, "secant").to_frame()
+    before = estimate(model, contrast, "secant", per_prompt=True).to_frame()
     with torch.no_grad():
         model.original_model.get_input_embeddings().weight[pad] = 0
     assert not model.embed(torch.tensor([pad])).any()
-    after = estimate(model, contrast, "secant").to_frame()
+    after = estimate(model, contrast, "secant", per_prompt=True).to_frame()
     assert before["value"].equals(after["value"])  # no token attends to padding

@@ -174,7 +174,7 @@ def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
 def test_results_of_another_job_are_refused(model, tmp_path):
     work, changed, mask = Work(resume=tmp_path / "parts"), CORRUPTED.clone(), torch.ones_like(CLEAN)
     sweep(model, work=work)
-    changed[0, 2], mask[0, 0] = (changed[0, 2] + 1) % 41, 0
+    changed[0, 2], mask[:, 0] = (changed[0, 2] + 1) % 41, 0
     for how, named in (
         ({"part": "pattern"}, "part"),
         ({"direction": "noise"}, "direction"),

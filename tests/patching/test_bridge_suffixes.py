@@ -49,8 +49,8 @@ def pair():
 PAIR = pair()
 
 
-def sweep(model, sites=NEURONS, contrast=PAIR):
-    return p.activation_patch(model, contrast, sites=sites).to_frame()
+def sweep(model, sites=NEURONS, contrast=PAIR, **how):
+    return p.activation_patch(model, contrast, sites=sites, **how).to_frame()
 
 
 def worst(model, frame, contrast=PAIR):
@@ -137,7 +137,7 @@ def test_with_padding(name, side):
     mask = torch.ones(BATCH, POS, dtype=torch.long)
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
     padded = replace(PAIR, mask=mask)
-    frame, seen_lengths = lengths(model, lambda: sweep(model, contrast=padded))
+    frame, seen_lengths = lengths(model, lambda: sweep(model, contrast=padded, per_prompt=True))
     assert set(seen_lengths) <= set(range(1, POS - FIRST + 1))
     assert len(seen_lengths) == len(SUFFIXES)
     assert worst(model, frame, padded) < EXACT

@@ -74,7 +74,8 @@ def test_padding(side, family):
     mask[1, slice(0, 3) if side == "left" else slice(POS - 3, None)] = 0
     padded = replace(PAIR, mask=mask)
     for part in ("z", "pattern"):
-        rows = sweep(model, contrast=padded, part=part).sample(7, random_state=3)
+        rows = sweep(model, contrast=padded, part=part, per_prompt=True)
+        rows = rows.sample(7, random_state=3)
         expected = whole_runs(model, padded, rows, part)
         np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT)
         assert np.std(expected) > 1e-5

@@ -36,7 +36,7 @@ def pair():
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 7) % 41
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    roles = {"changed": [1, 1, -4], "end": -1}
+    roles = {"start": 0, "changed": [1, 1, -4], "end": -1}
     return Contrast(clean, corrupted, METRIC, mask=mask.long(), roles=roles)
 
 
@@ -66,22 +66,32 @@ def alone(model, prompt, name, pos, direction):
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, direction, tmp_path):
+    """Rows of prompts are at columns; means are by role, and those of roles by numbers alone."""
     settings = {"sites": SITES, "direction": direction}
-    resumed = {"per_prompt": True, "work": Work(resume=tmp_path)}
-    whole = p.activation_patch(model, PAIR, **settings)
+    resumed = {"per_prompt": True, "work": Work(resume=tmp_path / "rows")}
     p.activation_patch(model, PAIR, **settings, **resumed)
     rows = p.activation_patch(model, PAIR, **settings, **resumed)
-    span = whole.clean_value - whole.corrupted_value
-    assert len(rows.frame) == 3 * len(whole.frame) == 9 * max(LENGTHS)
+    assert len(rows.frame) == 9 * max(LENGTHS)
     some = rows.query("position in [1, 4]").frame  # Prompts differ at 1, and the shortest lacks 4.
     for (name, pos), group in some.groupby(["name", "position"], observed=True):
         ends = [alone(model, prompt, name, pos, direction) for prompt in range(3)]
         unpatched, patched = map(np.array, zip(*ends, strict=True))
         np.testing.assert_allclose(group["unpatched"], unpatched, atol=EXACT)
         np.testing.assert_allclose(group["value"], patched, atol=EXACT)
-        (mean,) = whole.frame.query("name == @name and position == @pos").itertuples()
+    work = Work(resume=tmp_path / "means", prompts_at_once=2)
+    p.activation_patch(model, PAIR, **settings, work=work)
+    p.activation_patch(model, PAIR, **settings, work=work).save(tmp_path / "sweep.parquet")
+    whole = p.Sweep.load(tmp_path / "sweep.parquet")
+    span = whole.clean_value - whole.corrupted_value
+    tokens_of_roles = {"start": [0] * 3, "changed": [1] * 3, "end": [n - 1 for n in LENGTHS]}
+    assert len(whole.frame) == len(SITES) * len(tokens_of_roles)
+    for mean in whole.frame.itertuples():
+        places = enumerate(tokens_of_roles[mean.position])
+        ends = [alone(model, prompt, mean.name, pos, direction) for prompt, pos in places]
+        unpatched, patched = map(np.array, zip(*ends, strict=True))
         assert mean.value == pytest.approx(patched.mean(), abs=EXACT)
-        assert mean.score == pytest.approx(group["score"].mean(), abs=EXACT)
+        scores = whole.baseline + (patched - unpatched) / span
+        assert mean.score == pytest.approx(scores.mean(), abs=EXACT)
         for got, expected in (
             (mean.value_standard_error, patched),
             (mean.score_standard_error, (patched - unpatched) / span),
@@ -89,7 +99,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
             assert got == pytest.approx(statistics.stdev(expected) / 3**0.5, abs=EXACT)
     # Controls: prompts differ, and a patch without effect has a standard error of 0.
     assert rows.frame["value"].std() > 0.1
-    still = whole.frame.query("position == 0")
+    still = whole.frame.query("position == 'start'")
     assert (still["score"] == whole.baseline).all()
     assert (still["score_standard_error"] == 0).all()
     assert (still["value_standard_error"] > 0.01).all()
@@ -99,19 +109,23 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
 @pytest.mark.parametrize("part", ["z", "q"])
 def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part):
     settings = {"sites": SITES, "part": part, "method": p.Estimate(budget=0)}
+    contrast = replace(PAIR, metric=metric)
     whole, rows = (
-        p.attribution(model, replace(PAIR, metric=metric), per_prompt=per_prompt, **settings)
+        p.attribution(model, contrast, per_prompt=per_prompt, **settings)
         for per_prompt in (False, True)
     )
     for prompt, length in enumerate(LENGTHS):
-        contrast = pair_alone(prompt)
-        contrast = contrast if metric is METRIC else replace(contrast, metric=metric)
-        single = p.attribution(model, contrast, **settings)
+        single = pair_alone(prompt)
+        single = single if metric is METRIC else replace(single, metric=metric)
+        single = p.attribution(model, single, **settings)
         got = rows.frame.query(f"prompt == {prompt} and position < {length}")
         np.testing.assert_allclose(got["value"], single.frame["value"], atol=EXACT)
         np.testing.assert_allclose(got["unpatched"], single.corrupted_value, atol=EXACT)
     weights = np.array([1, 1, 1] if metric is METRIC else [n - 1 for n in LENGTHS])
     weights = weights / weights.sum()
+    assert whole.frame["position"].unique().tolist() == list(PAIR.roles)
+    by_role = settings | {"sites": p.Sites(SITES, "roles")}
+    rows = p.attribution(model, contrast, per_prompt=True, **by_role)
     by_site = rows.frame["value"].to_numpy().reshape(-1, 3)
     np.testing.assert_allclose(whole.frame["value"], by_site @ weights, atol=EXACT)
     # The value is a ratio of two sums, and its error is that of the linear part.
@@ -133,28 +147,30 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
         [str(token) if i < n else None for i, token in enumerate(row)]
         for n, row in zip(LENGTHS, PAIR.clean.tolist(), strict=True)
     ]
+    ends = [n - 1 for n in LENGTHS]
+    places_of_roles = {"start": [0, 0, 0], "changed": [1, 1, 1], "end": ends}
     for result in (sweep, loaded.query("prompt == 1"), estimates):
         assert result.tokens.clean == texts
         assert result.tokens.corrupted[2][1] == str(PAIR.corrupted[2, 1].item())
-        assert result.tokens.roles == {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
+        assert result.tokens.roles == places_of_roles
     assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
         (role, site) for role in PAIR.roles for site in SITES
     }
     for name in SITES:
-        for role, places in {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}.items():
+        for role, places in places_of_roles.items():
             got = rows.loc[(rows["name"] == name) & (rows["position"] == role), "value"]
             expected = [
                 alone(model, prompt, name, pos, "noise")[1] for prompt, pos in enumerate(places)
             ]
             np.testing.assert_allclose(got, expected, atol=EXACT)
     # The same labels at other positions are other settings, so the sweep is not resumed.
-    moved = replace(PAIR, roles={"changed": [1, 1, -3], "end": -1})
+    moved = replace(PAIR, roles={**PAIR.roles, "changed": [1, 1, -3]})
     with pytest.raises(InputError, match="where: got"):
         p.activation_patch(model, moved, **settings)
 
 
 def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
-    sites = p.Sites(SITES, [1, 2])
+    sites = p.Sites(SITES, [-1, -2])
     each_prompt = replace(PAIR, metric=lambda logits: logits[:, -1, 3])
     mean = replace(PAIR, metric=lambda logits: logits[:, -1, 3].mean())
     for run in (p.activation_patch, p.attribution):

@@ -97,7 +97,8 @@ def test_chunks_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run
     short = prompts(3, p.loss(), lengths=(5, 1, 1))
     alike = torch.cat([short.clean[:1], short.corrupted[1:]])
     alike = Contrast(short.clean, alike, p.logit_diff(3, 5))
-    options = {"sites": SITES} | ({"method": NO_REPAIRS} if run is p.attribution else {})
+    options = {"sites": p.Sites(SITES, "all")}
+    options |= {"method": NO_REPAIRS} if run is p.attribution else {}
     for contrast in (short, alike):
         assert_same(run(model, contrast, **options), run(model, contrast, **options, **at_once(1)))
 

@@ -82,6 +82,7 @@ def test_refused(model):
 
     few = patched(Contrast(CLEAN[:7], CORRUPTED[:7], CONTRAST.metric))
     twice = torch.arange(N) % 9
+    turned = [torch.cat([x[:9], y[[4, 2]]]) for x, y in ((CLEAN, CORRUPTED), (CORRUPTED, CLEAN))]
     whole = p.custom(lambda logits: logits[:, -1, 7].mean())
     for sweep, match in (
         (few, "got 7 prompts; expected 8 or more"),
@@ -91,8 +92,13 @@ def test_refused(model):
             patched(replace(CONTRAST, clean=CLEAN[twice], corrupted=CORRUPTED[twice])),
             r"got prompts \[9, 10\] twice",
         ),
+        (
+            patched(Contrast(*turned, CONTRAST.metric)),
+            r"got the reverse of prompts \[9, 10\], too; expected different prompts",
+        ),
     ):
         with pytest.raises(InputError, match=match) as caught:
             sweep.significance()
         assert len(caught.value.reasons) == 1
     assert patched(CONTRAST).query("layer == 1").significance().empty
+    assert len(patched(replace(CONTRAST, corrupted=None), direction="zero").significance()) == 1

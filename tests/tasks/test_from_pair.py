@@ -152,6 +152,24 @@ def test_the_pairs_that_a_model_solves(model):
         tasks.solved_by(model, Contrast("a", "b", p.loss()))
 
 
+def test_pairs_that_are_too_long_are_named_in_one_reason(model, monkeypatch):
+    made = tasks.agreement(model.tokenizer, 23, seed=3)
+    for long in ([18], [2, 18], [0, *range(16, 23)]):
+        sides = [
+            [f"{'the ' * (model.cfg.n_ctx + i)}{text}" if i in long else text for i, text in pairs]
+            for pairs in (list(enumerate(side)) for side in (made.clean, made.corrupted))
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("a run"))
+            with pytest.raises(InputError) as caught:
+                tasks.solved_by(model, Contrast(*sides, made.metric))
+        named = {1: "(prompt 18)", 2: "(prompts 2, 18)"}
+        named = named.get(len(long), "(prompts 0, 16, 17, 18, 19 and 3 more)")
+        sides_named = [reason.partition(":")[0] for reason in caught.value.reasons]
+        assert sides_named == ["clean", "corrupted"]
+        assert all(reason.endswith(f"a shorter prompt {named}") for reason in caught.value.reasons)
+
+
 def test_some_pairs_of_a_contrast(model):
     made = tasks.agreement(model.tokenizer, 7, seed=3)
     for chosen, numbers in (

@@ -413,6 +413,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"model": model}, "got a model alone"),
         ({"contrast": contrast}, "got a contrast alone"),
         ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
+        ({"notes": "text"}, "got notes='text'; expected a list of texts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
         ({"overlays": "exact"}, "got a str as overlays; expected viz.Overlays"),
         (

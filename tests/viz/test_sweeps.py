@@ -1,6 +1,7 @@
 """Tests of sweeps as heatmaps and bars, and of the heatmap of circuits and tasks."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -71,8 +72,8 @@ def test_roles_are_in_the_order_asked_for():
 
 
 def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
-    clean = [["The", " keys", " of"], [None, " dogs", " of"], ["My", " keys", " in"]]
-    others = [["The", " key", " of"], [None, " dog", " of"], ["My", " key", " in"]]
+    clean = [["The", " keys", " of"], ["The", " dogs", " of"], ["My", " keys", " in"]]
+    others = [["The", " key", " of"], ["The", " dog", " of"], ["My", " key", " in"]]
     tokens = PromptTokens(clean, others, {})
     frame = values(positions=[0, 1, 2, -1])
     means = sweep(frame=frame, n_prompts=3, tokens=tokens)
@@ -80,11 +81,20 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
         *("-1 ·of, ·in", "0 The, My", "1 ·keys, ·dogs", "2 ·of, ·in")
     ]
     by_prompt = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
-    second = sweep(frame=by_prompt, n_prompts=3, tokens=tokens).query("prompt == 1")
+    padded = PromptTokens([clean[0], [None, *clean[1][1:]], clean[2]], others, {})
+    rows = sweep(frame=by_prompt, n_prompts=3, tokens=padded)
+    second = rows.query("prompt == 1")
     drawn = viz.sweep_heatmap(second)
     assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
     assert drawn.layout.xaxis.title.text.endswith("(clean / corrupted where they differ)")
     assert viz.sweep_heatmap(means).layout.xaxis.title.text == "position and token"
+    # Columns of prompts of different lengths hold different words, so they have no mean.
+    for result in (rows, rows.query("prompt > 0"), replace(means, tokens=padded)):
+        for draw in (viz.sweep_heatmap, viz.sweep_bars):
+            with pytest.raises(InputError, match="the prompts differ in length"):
+                draw(result)
+            assert draw(result.query("position == -1"))
+    assert viz.sweep_heatmap(rows.query("prompt != 1"))
     with pytest.raises(InputError, match="got tokens of 3 prompts and n_prompts=7"):
         sweep(frame=frame, tokens=tokens)
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float
 
-from attn_only_lens.arguments import COUNT, POSITIVE, SHARE
+from attn_only_lens.arguments import COUNT, POSITIVE, RESAMPLES, SHARE
 from attn_only_lens.errors import ComparisonError
 
 _PROBLEM = "models cannot be compared in this way"
@@ -54,7 +54,7 @@ class Resampling:
     """How the first batch's prompts are resampled, for confidence intervals (the bootstrap).
 
     Attributes:
-        n_resamples: the number of resamples; 0 for no intervals.
+        n_resamples: the number of resamples, 2 or more; 0 for no intervals.
         confidence: the level of the confidence intervals.
         seed: the seed for resampling and for random circuits.
 
@@ -72,7 +72,7 @@ class Resampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        reasons = COUNT.reasons(n_resamples=self.n_resamples, seed=self.seed)
+        reasons = RESAMPLES.reasons(n_resamples=self.n_resamples) + COUNT.reasons(seed=self.seed)
         reasons += SHARE.reasons(confidence=self.confidence)
         ComparisonError.raise_if(reasons, _PROBLEM)
 
