@@ -10,10 +10,12 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Contrast
+from attn_only_lens import Contrast, explain
 from attn_only_lens import patching as p
 from attn_only_lens.engine import kept_runs
+from attn_only_lens.engine.model_state import snapshot, unchanged
 from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -92,6 +94,35 @@ def test_a_changed_model_runs_again(model, change):
     after = run_both(model, pair)
     assert not torch.equal(after.logits, before.logits)
     torch.testing.assert_close(after.logits[:1], model(pair.clean))
+
+
+def test_a_model_that_changes_during_an_analysis_is_an_error(model):
+    """In `unchanged`, the state is described once; another error than the change's goes first."""
+    with unchanged(model), unchanged(model):
+        assert snapshot(model) is snapshot(model)
+    assert snapshot(model) is not snapshot(model)  # control
+    with pytest.raises(InputError, match="the model changed during the analysis"), unchanged(model):
+        _scale(model)
+    with pytest.raises(ZeroDivisionError), unchanged(model):
+        _fail(model)
+    before = snapshot(model)
+    _scale(model)
+    assert snapshot(model) != before
+
+
+def _fail(model):
+    _scale(model)
+    raise ZeroDivisionError
+
+
+def test_explain_refuses_a_metric_that_changes_the_model(model):
+    def metric(logits):
+        model.blocks[1].scale = 1.1  # the state has every attribute of every module
+        return logits[0, -1, 7] - logits[0, -1, 8]
+
+    pair = contrast()
+    with pytest.raises(InputError, match="the model changed during the analysis"):
+        explain(model, Contrast(pair.clean, pair.corrupted, metric))
 
 
 def test_precision_is_part_of_the_state(model, monkeypatch):
