@@ -42,7 +42,7 @@ _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbo
 _AT_ONCE = 32  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
 _ROUNDS = 8  # rounds that lower the error of a circuit that does not suffice
-_STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes
+_STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes, for small circuits
 _LEAST = 16  # a round ranks prefixes of up to this size, or twice the circuit's
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
@@ -215,11 +215,12 @@ class SearchRun:
             worth = self._ablated.worth(circuit)
             inside = circuit[np.argsort(worth[circuit], kind="stable")]
             order = np.argsort(-worth, kind="stable")
-            outside = order[~np.isin(order, circuit)][: _STEPS[-1]]
+            outside = order[~np.isin(order, circuit)]
+            numbers = [max(1, len(circuit) // _SMALL) * step for step in _STEPS]
             changed = [
                 np.concatenate([inside[n_removed:], outside[:n_added]])
-                for n_added in _STEPS
-                for n_removed in _STEPS
+                for n_added in numbers
+                for n_removed in numbers
                 if n_added + n_removed > 0 and n_removed < len(circuit)
             ]
             _, errors = self._measure(["worth"] * len(changed), changed)

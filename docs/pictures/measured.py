@@ -92,6 +92,7 @@ def of_small_english() -> Values:
 def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, why: None) -> Values:
     """Measure the numbers of SmolLM2-135M, and draw its explanations."""
     model = expose_neuron_heads(load(folder)).model
+    model.cfg.model_name = "SmolLM2-135M-Instruct"  # pictures show it, not the folder
     values: Values = {}
     for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
         contrast = Contrast(clean, corrupted, p.logit_diff(right, wrong))
