@@ -223,10 +223,10 @@ class SearchRun:
                 for n_removed in numbers
                 if n_added + n_removed > 0 and n_removed < len(circuit)
             ]
+            sufficient = self._smallest_sufficient("worth", every, changed)
+            if len(sufficient) < len(every):
+                return sufficient
             _, errors = self._measure(["worth"] * len(changed), changed)
-            enough = [x for x, e in zip(changed, errors, strict=True) if self._suffices(e, len(x))]
-            if enough:
-                return min(enough, key=len)
             circuit = changed[int(errors.argmin())]
         return every
 
@@ -287,13 +287,16 @@ class SearchRun:
         when all sites are ablated.
         """
         keys = [blake2b(np.sort(circuit).tobytes()).digest() for circuit in circuits]
-        new = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._measured}
-        order = sorted(new.values())
-        if order:
-            values, errors = self._ablated.faithfulness_and_error([circuits[i] for i in order])
-            for i, f, error in zip(order, values.tolist(), errors.tolist(), strict=True):
-                self._measured[keys[i]] = f, max(error, abs(1 - f))
-                row = {"step": steps[i], "n_sites": len(circuits[i])}
+        new = dict[bytes, tuple[Step, Rows]]()
+        for key, step, circuit in zip(keys, steps, circuits, strict=True):
+            if key not in self._measured:
+                new.setdefault(key, (step, circuit))
+        if new:
+            measures = self._ablated.faithfulness_and_error([rows for _, rows in new.values()])
+            for (key, (step, rows)), *measure in zip(new.items(), *measures, strict=True):
+                f, error = map(float, measure)
+                self._measured[key] = f, max(error, abs(1 - f))
+                row = {"step": step, "n_sites": len(rows)}
                 self.tried.append(row | {"faithfulness": f, "error": error})
         measured = np.array([self._measured[key] for key in keys]).reshape(-1, 2)
         return measured[:, 0], measured[:, 1]
