@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens.arguments import COUNT, DEVICE
+from attn_only_lens.arguments import COUNT, DEVICE, RESAMPLES
 from attn_only_lens.cli.common import (
     MODEL,
     OUTPUT,
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
 _MEANINGS = (
-    "divergence: how much attention patterns changed, from 0 to 1 bit. norm_ratio: length of the "
-    "outputs in the grown model, divided by their length in the original. silent: neurons without "
-    "output in both models, which are left out. rank: rank correlation of scores. null: a model "
-    "that grew in the same way and was trained with another seed (--null)."
+    "drop: how much the metric falls with outputs on the corrupted prompt. divergence: how much "
+    "attention patterns changed, from 0 to 1 bit. norm_ratio: length of the outputs in the grown "
+    "model, divided by their length in the original. silent: neurons without output in both "
+    "models, which are left out. rank: rank correlation of shares. null: a model that grew in the "
+    "same way and was trained with another seed (--null)."
 )
 _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or 3,4,113 per line"
 
@@ -66,7 +67,7 @@ def compare(
     out: Annotated[Path, option("output folder for tables and pages", OUTPUT), output_folder],
     corrupted: Annotated[
         Path | None,
-        option("a file with a corrupted prompt for each prompt; default: the next prompt", PROMPTS),
+        option("a file with a corrupted prompt for each prompt; default: the next text", PROMPTS),
     ] = None,
     chat: Chat = False,
     provenance: Annotated[
@@ -80,8 +81,11 @@ def compare(
     faithfulness: Faithfulness = 0.9,
     batch_size: Annotated[int, option("maximum number of prompts in one forward pass")] = 32,
     patched: Annotated[int, option("number of components to patch"), COUNT] = 200,
-    nodes: Annotated[int, option("number of nodes that get edges"), COUNT] = 100,
-    seed: Annotated[int, option("seed of the bootstrap"), COUNT] = 0,
+    nodes: Annotated[int, option("number of sites of a circuit that get edges"), COUNT] = 60,
+    resamples: Annotated[
+        int, option("number of searches on random halves of the prompts, for intervals"), RESAMPLES
+    ] = 0,
+    seed: Annotated[int, option("seed of random circuits and halves"), COUNT] = 0,
     dtype: Dtype = None,
     device: Annotated[
         str | None, option("cpu, cuda or mps; default: cuda if available", MODEL), DEVICE
@@ -100,7 +104,7 @@ def compare(
     from attn_only_lens import viz
     from attn_only_lens._load import is_hooked
     from attn_only_lens.engine.contrast import Contrast
-    from attn_only_lens.growth import ComparisonSizes, Resampling, read_provenance
+    from attn_only_lens.growth import ComparisonSizes, read_provenance
     from attn_only_lens.growth import compare as compare_models
     from attn_only_lens.viz.page import import_extra
 
@@ -118,8 +122,9 @@ def compare(
             *(models[0], models[1], contrast),
             provenance=became,
             null=models[2] if null is not None else None,
-            sizes=ComparisonSizes(batch_size, faithfulness, patched, nodes),
-            resampling=Resampling(seed=seed),
+            sizes=ComparisonSizes(
+                batch_size, faithfulness, patched, nodes, resamples=resamples, seed=seed
+            ),
         )
     except ComparisonError as error:
         if error.so_far is not None:
@@ -154,11 +159,12 @@ def _read_prompts(path: Path, option: str) -> Any:
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables without their confidence intervals, which only the saved files contain."""
-    estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
+    """Print what became of the circuit, and two tables without columns that are empty."""
+    typer.echo(f"{comparison.title}.")
     for title, frame in (
+        ("What became of the circuit", comparison.parts),
         ("By layer: means over components", comparison.summary()),
-        ("Circuits at equal faithfulness", comparison.circuits[estimates]),
+        ("The circuits", comparison.circuits.dropna(axis=1, how="all")),
     ):
         print_frame(
             title, frame.rename(columns=lambda name: str(name).removesuffix("_correlation"))

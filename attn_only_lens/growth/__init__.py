@@ -8,7 +8,7 @@ Architectures" (the growth paper), theorems 3.1 to 3.6.
 """
 
 from attn_only_lens.growth.comparison._compare import compare
-from attn_only_lens.growth.comparison.options import ComparisonSizes, Resampling
+from attn_only_lens.growth.comparison.options import ComparisonSizes
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.expansion import initialise as init
 from attn_only_lens.growth.expansion.activations import activation_map
@@ -30,7 +30,6 @@ __all__ = [
     "Comparison",
     "ComparisonSizes",
     "InsertLayer",
-    "Resampling",
     "Weights",
     "WidenQueriesAndKeys",
     "WidenStream",

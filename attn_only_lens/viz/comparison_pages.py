@@ -26,10 +26,35 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _ROWS = 20
-_POINTS = 2000
 _NODES = 300
 _NEW_COLOUR = "#009E73"
 _MODEL_COLOURS = {"grown": "#D55E00", "null model": "#999999"}
+_HEADINGS = {
+    "grown_name": "name in the grown model",
+    "grown_layer": "layer in the grown model",
+    "divergence": "change of pattern (bits)",
+    "cosine": "cosine of outputs",
+    "norm_ratio": "length of outputs, grown / original",
+    "drop": "drop",
+    "grown_drop": "drop in the grown model",
+    "drop_change": "change of drop",
+    "drop_change_se": "its standard error",
+    "null_drop": "drop in the null model",
+    "drop_se": "its standard error",
+    "norm": "length of outputs",
+    "n_sites": "sites",
+    "grown_share": "share in the grown model",
+    "what": "of",
+    "first": "in the first",
+    "second": "in the second",
+    "rank_correlation": "rank correlation",
+    "jaccard": "in both / in any",
+    "jaccard_low": "low",
+    "jaccard_high": "high",
+    "circuit_size": "sites in its circuit",
+}
+_CHANGED = ["name", "grown_name", "divergence", "cosine", "norm_ratio"]
+_CHANGED += ["drop", "grown_drop", "drop_change", "drop_change_se"]
 
 
 def comparison_report(comparison: Comparison) -> Page:
@@ -50,7 +75,7 @@ def comparison_report(comparison: Comparison) -> Page:
         >>> model = pretrained.modular_addition()
         >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
         ...                 patching.logit_diff([7, 8], [8, 7]))
-        >>> sizes = growth.ComparisonSizes(n_patched=5, n_nodes=20)
+        >>> sizes = growth.ComparisonSizes(n_patched=5)
         >>> found = compare(model, grow(model, d_mlp=517, seed=0), sums, sizes=sizes)
         >>> len(viz.comparison_report(found)) < 6_000_000
         True
@@ -59,8 +84,9 @@ def comparison_report(comparison: Comparison) -> Page:
     """
     about = comparison.about
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
-    changed = _largest(every, ["estimated_drop_change"], _ROWS)
-    new = _largest(comparison.new, ["share"], _ROWS)
+    exact, new = every[every["exact"]], comparison.new[comparison.new["exact"]]
+    changed = _largest(exact, ["drop_change"], _ROWS)[_CHANGED]
+    most = _largest(new, ["share"], _ROWS).drop(columns="exact")
     model = model_title(about["model"])
     title = f"{model}: " * bool(model) + f"{about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
@@ -68,22 +94,27 @@ def comparison_report(comparison: Comparison) -> Page:
         circuit_size=about["circuit_sizes"][: len(models)],
         faithfulness=about["faithfulness"][: len(models)],
     )
+    circuits = comparison.circuits.dropna(axis=1, how="all")
+    n_first = about["n_prompts_of_circuits"]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits "
-        f"use the first {about['n_prompts_of_circuits']} prompts. {len(comparison.silent)} neurons "
-        "are not shown because they are silent in both models.</p>",
+        f"<p><b>{escape(comparison.title)}.</b></p>",
+        f"<p>Patterns and outputs are of {about['n_prompts']} prompts, with {about['n_tokens']} "
+        f"tokens; circuits and drops are of the first {n_first}. All drops on this page are exact: "
+        f"{len(exact) + len(new):,} of {len(every) + len(comparison.new):,} heads and neurons were "
+        f"patched. {len(comparison.silent)} neurons are silent in both models, and are left out."
+        "</p>",
+        _table("What became of the circuit", comparison.parts),
+        "<p>drop: how much the metric falls when all sites of the group have their outputs on the "
+        "corrupted prompt. share: the same, of the metric's difference with all sites.</p>",
         _table("The models", models),
-        _table("Circuits at equal faithfulness", comparison.circuits),
-        "<p>first, second: the sizes of the circuits of the pair's two models. low, high: a "
-        "confidence interval from resampled prompts, shifted so that the mean over resamples is "
-        "the estimate.</p>",
+        _table("The circuits", circuits),
         _overlap(comparison),
         _table("By layer: means over components", comparison.summary()),
         _divergences(every),
-        _drops(every, comparison.new),
-        _table(f"The {len(changed)} components whose estimated drop changed most", changed),
-        _table(f"The {len(new)} new components with the largest share", new),
+        _drops(exact, new),
+        _table(f"The {len(changed)} components whose drop changed most", changed),
+        _table(f"The {len(most)} new components with the largest share", most),
     ]
     script = inline_script(import_extra("plotly.offline").get_plotlyjs())
     body = f"{script}\n<main>{''.join(parts)}</main>"
@@ -93,7 +124,7 @@ def comparison_report(comparison: Comparison) -> Page:
 def comparison_circuit(comparison: Comparison) -> Page:
     """Draw both circuits of a comparison as one graph of kept, lost and gained nodes and edges.
 
-    Names, layers, effects and weights are from the grown model or, for lost nodes and edges, from
+    Names, layers, shares and weights are from the grown model or, for lost nodes and edges, from
     the original model.
 
     Args:
@@ -101,19 +132,19 @@ def comparison_circuit(comparison: Comparison) -> Page:
 
     Returns:
         The page. If there are more than 300 nodes, the page shows only the 300 with the largest
-        effects.
+        shares.
 
     Raises:
         InputError: neither circuit has a node.
     """
     nodes = comparison.nodes
     refuse(*["neither circuit has a node"] * (not len(nodes)))
-    nodes = _largest(nodes, ["effect", "grown_effect"], _NODES).sort_index()
+    nodes = _largest(nodes, ["share", "grown_share"], _NODES).sort_index()
     lost = nodes["status"] == "lost"
     drawn = nodes[["id", "kind", "layer", "position", "status"]].assign(
         name=nodes["id"],
         value=np.nan,
-        attribution=np.where(lost, nodes["effect"], nodes["grown_effect"]),
+        attribution=np.where(lost, nodes["share"], nodes["grown_share"]),
     )
     embedded = [
         {"id": f"embed@{token}", "kind": "embed", "name": "embed", "position": token}
@@ -129,10 +160,11 @@ def comparison_circuit(comparison: Comparison) -> Page:
     model = model_title(about["model"])
     every, counts = comparison.nodes["status"], drawn["status"].value_counts()
     notes = [
-        "Of the model's heads and neurons, "
+        f"{comparison.title}.",
+        "Of the sites, "
         + ", ".join(f"{(every == word).sum():,} {word}" for word in STATUSES)
-        + ". Names, layers, effects and weights are from the grown model; effects and weights of "
-        "lost nodes and edges are from the original."
+        + ". Names, layers, shares and weights are from the grown model; shares and weights of "
+        "lost nodes and edges are from the original.",
     ]
     if about["n_prompts_of_circuits"] > 1:
         notes.append(
@@ -140,7 +172,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
             "the first prompt; other prompts may have other tokens and another length."
         )
     if counts.sum() < len(every):
-        notes.append(f"Nodes: the {counts.sum()} with the largest effects, of {len(every):,}.")
+        notes.append(f"Nodes: the {counts.sum()} with the largest shares, of {len(every):,}.")
     meta = {
         "tokens": list(comparison.tokens),
         "metric": about["metric"],
@@ -157,28 +189,28 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
 
 
 def _drops(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot each component's estimated drop in the grown model against that in the original."""
-    every = _largest(every, ["estimated_drop", "grown_estimated_drop"], _POINTS)
-    figure = _figure("Estimated drop of each component", "in the original", "in the grown model")
+    """Plot each patched component's drop in the grown model against that in the original."""
+    figure = _figure("Drop of each patched component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
-        _points(
-            figure, part, "estimated_drop", part["name"] + " → " + part["grown_name"], str(kind)
-        )
-    new = _largest(new, ["estimated_drop"], _POINTS).assign(none=0.0)
-    new = new.rename(columns={"estimated_drop": "grown_estimated_drop"})
-    _points(figure, new, "none", new["grown_name"] + " (new)", "new")
-    sizes = every[["estimated_drop", "grown_estimated_drop"]].abs().to_numpy()
+        names = part["name"] + " → " + part["grown_name"]
+        _points(figure, part["drop"], part["grown_drop"], names, str(kind))
+    _points(figure, new["drop"] * 0.0, new["drop"], new["grown_name"] + " (new)", "new")
+    sizes = every[["drop", "grown_drop"]].abs().to_numpy()
     limit = float(np.nanmax(sizes)) if sizes.size else 1.0
     figure.add_shape(type="line", x0=-limit, y0=-limit, x1=limit, y1=limit, line_color="#bbb")
     return _html(figure)
 
 
 def _points(
-    figure: "go.Figure", part: pd.DataFrame, x: str, names: "pd.Series[str]", kind: str
+    figure: "go.Figure",
+    x: "pd.Series[float]",
+    y: "pd.Series[float]",
+    names: "pd.Series[str]",
+    kind: str,
 ) -> None:
     figure.add_scatter(
-        x=short_numbers(part[x]),
-        y=short_numbers(part["grown_estimated_drop"]),
+        x=short_numbers(x),
+        y=short_numbers(y),
         text=names.tolist(),
         mode="markers",
         name=plotly_text(kind),
@@ -201,8 +233,11 @@ def _divergences(every: pd.DataFrame) -> str:
 
 
 def _overlap(comparison: Comparison) -> str:
-    """Plot the circuits' overlap in nodes and edges (Jaccard index), with confidence intervals."""
-    figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
+    """Plot the circuits' overlap in nodes and edges (Jaccard index), with intervals if any."""
+    title = "What the circuits have in common (Jaccard)"
+    if comparison.circuits["jaccard_low"].notna().any():
+        title += ", with 90 % of the circuits of random halves of the prompts"
+    figure = _figure(title, "", "in both circuits / in any")
     pairs = comparison.circuits.groupby("pair", sort=False)
     for colour, (pair, part) in zip(_MODEL_COLOURS, pairs, strict=False):
         low, middle, high = (part[f"jaccard{end}"] for end in ("_low", "", "_high"))
@@ -219,8 +254,8 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with error bars, which are extended if they do not contain the bar's value."""
-    above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
+    """Add bars, with error bars where there are intervals; these are extended to the bar."""
+    above, below = ((x.clip(lower=0)).fillna(0.0) for x in (high - middle, middle - low))
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[model]
     figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
@@ -235,7 +270,8 @@ def _html(figure: "go.Figure") -> str:
 
 
 def _table(title: str, frame: pd.DataFrame) -> str:
-    head = "".join(f"<th>{escape(str(column))}</th>" for column in frame.columns)
+    headings = [_HEADINGS.get(str(name), str(name).replace("_", " ")) for name in frame.columns]
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     rows = "".join(
         f"<tr>{''.join(_cells(row))}</tr>" for row in frame.to_numpy(dtype=object).tolist()
     )

@@ -1,47 +1,44 @@
 """Compare a model with its grown model: heads and neurons on a dataset, circuits on one batch.
 
     alignment.py     matches the components of both models, by provenance
-    batches.py       yields batches of prompts, each prompt with a corrupted prompt
-    batch_runs.py    runs a batch through a model; computes the largest effects by patching
+    batches.py       cuts prompts into batches; the first one has corrupted prompts
+    clean_runs.py    records patterns and outputs on a batch
     statistics.py    adds every batch to sums, and makes frames from the sums
+    drops.py         patches components on the first batch
     circuits.py      compares the two models' circuits on the first batch
-    options.py       holds how large batches and circuits are, and how prompts are resampled
+    parts.py         says what became of the original's circuit
+    options.py       holds how large batches and circuits are, and how much is patched
     results.py       holds, saves and loads the result
 
-On each batch, each model runs two forward passes and one backward pass. Patching and circuit search
-run a batch many times, so they use only the first batch.
-
 Memory does not grow with the number of batches. Besides the models, memory holds tensors of one
-batch: for each model and token, 3 values per neuron, d_head + pos values per head in both runs, the
-logits, and the tensors for the backward pass. For the first batch, memory also holds one value per
-component and token and, during a circuit search, both runs of one model. The sums over the dataset
-take 14 float64 values per component.
+batch: for each model and token, 3 values per neuron and d_head + pos values per head. For the first
+batch, memory also holds what attribution and the circuit search need. The sums over the dataset
+take 11 float64 values per component.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import a_type, as_plain
-from attn_only_lens.circuits.ablated_model import AblatedModel
-from attn_only_lens.circuits.search import smallest_prefix
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warn, warned_once
-from attn_only_lens.engine.metrics import no_gradient_reasons
+from attn_only_lens.engine.metrics import as_metric, no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import length_reasons
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.growth.comparison.alignment import Alignment, align
-from attn_only_lens.growth.comparison.batch_runs import MODELS, BatchRun, add_patching, stage_bar
-from attn_only_lens.growth.comparison.batches import Batch, batches
-from attn_only_lens.growth.comparison.circuits import compare_circuits
-from attn_only_lens.growth.comparison.options import ComparisonSizes, Resampling
+from attn_only_lens.growth.comparison.batches import batches
+from attn_only_lens.growth.comparison.circuits import compare_circuits, find_circuits
+from attn_only_lens.growth.comparison.clean_runs import MODELS
+from attn_only_lens.growth.comparison.drops import measure_drops
+from attn_only_lens.growth.comparison.options import ComparisonSizes
+from attn_only_lens.growth.comparison.parts import compare_parts
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.comparison.statistics import Statistics
 from attn_only_lens.growth.expansion.provenance import Provenance
@@ -49,13 +46,10 @@ from attn_only_lens.growth.models._grow import Grown, identity
 from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
-from attn_only_lens.patching.repairs import on_one_device
-from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "these cannot be compared"
 _KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metric's range
-_N_RANDOM = 3  # the number of random circuits of the same size per circuit
 
 
 @one_thread_per_model
@@ -68,39 +62,33 @@ def compare(
     provenance: Provenance | None = None,
     null: Any = None,
     sizes: ComparisonSizes = ComparisonSizes(),
-    resampling: Resampling = Resampling(),
     work: Work = Work(),
 ) -> Comparison:
     """Compare every component of a model with the same component of its grown model.
 
-    The *drop* of a component is the decrease of the metric when the component's output is replaced
-    by its output on the corrupted prompt. If the contrast has no corrupted prompts, the next prompt
-    (in a stream, the next prompt of the same contrast) is used instead. In that case, the metric
-    must depend on the prompt's tokens, as `loss` does.
-
-    A circuit has the smallest number of sites (heads and neurons at positions), by |estimated
-    drop|, that reaches the faithfulness in `sizes`. All models use this rule, so circuit sizes can
-    be compared. Circuits from `discover` are smaller, because it ranks by secants and prunes.
+    Patterns and outputs are compared on all prompts. The metric is used on the first batch: for the
+    *drop* of a component, which is how much the metric falls when the component's output is
+    replaced by its output on the corrupted prompt, at all positions; and for a circuit in every
+    model, from `circuits.discover`. If the contrast has no corrupted prompts, the next text is used
+    instead (`comparison/batches.py`). In that case, the metric must depend on the prompt's tokens,
+    as `loss` does. Prompts may have different lengths.
 
     Growth is from Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-    Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
+    Architectures", 2023.
 
     Args:
         original: the model, with the weights that it had when it grew, in any dtype and of any
             kind: a HookedTransformer, a TransformerBridge, or a converted model. If its
             neuron-heads are not exposed, they are exposed during the call.
         grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`.
-        contrast: the prompts and the metric, with a gradient. A contrast is cut into batches, and
-            so are the metric's answers for each prompt; without corrupted prompts, a batch has
-            prompts of one length. Or an iterable of contrasts, each of which is a batch of any
-            size; they are read once.
+        contrast: the prompts and the metric, with a gradient. A contrast is cut into batches. Or an
+            iterable of contrasts, each of which is a batch of any size; they are read once.
         provenance: the provenance of `grown` if that is a model; otherwise it replaces the
             provenance in `grown`. It identifies the original model; other models are refused
             (`growth.identity`).
         null: like `grown`, but trained with another seed after the same growth. `grown` is
             compared with this null model too, which shows how much two training runs differ.
         sizes: how large the batches and the circuits are, and how many components are patched.
-        resampling: how prompts are resampled, for confidence intervals.
         work: whether to show a bar for each stage; the other options are not used.
 
     Returns:
@@ -116,8 +104,8 @@ def compare(
             ComparisonError, whose `so_far` is the comparison on earlier batches.
         InputError: a model cannot run on the prompts; or the metric does not fit them, has zero
             gradient, or does not differ between the runs.
-        UnsupportedModelError: neuron-heads cannot be exposed, or the model with frozen patterns and
-            norms is not linear.
+        UnsupportedModelError: neuron-heads cannot be exposed, or the model has an operation without
+            a secant rule (`engine/secants.py`).
 
     Example:
         >>> import torch
@@ -126,8 +114,7 @@ def compare(
         >>> grown = grow(model, d_mlp=517, seed=0)
         >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
         ...                 patching.logit_diff([7, 8], [8, 7]))
-        >>> sizes = growth.ComparisonSizes(n_patched=5, n_nodes=20)
-        >>> found = compare(model, grown, sums, sizes=sizes)
+        >>> found = compare(model, grown, sums, sizes=growth.ComparisonSizes(n_patched=5))
         >>> len(found.neurons), len(found.new), bool(found.neurons["divergence"].max() < 1e-6)
         (512, 5, True)
         >>> found.circuits["jaccard"].tolist()[0]
@@ -147,19 +134,20 @@ def compare(
         _require_source(models[0], provenance)
         # Compare circuits on the first batch before other batches are run, so that unsupported
         # models fail early.
+        some = batches(models[0], contrast, sizes.batch_size)
+        first = _first_batch(models, alignment, provenance, some.first, sizes, progress)
+        # Run all batches
         statistics = Statistics(models, alignment)
-        stream = batches(models[0], contrast, sizes.batch_size)
-        first = next(stream)
-        result = _first_batch(models, alignment, statistics, first, sizes, resampling, progress)
-        # Run the other batches, and patch components
-        try:
-            total = None if first.of is None else (first.of - 1) * statistics.n_steps
-            with stage_bar("more batches", total, "step", progress and total != 0) as bar:
-                for batch in stream:
-                    statistics.add(batch, bar)
-            comparison = result(sizes.n_patched)
-        except Exception as error:  # the new error contains the results so far
-            raise _stopped(error, result(0)) from error
+        total = None if some.n is None else some.n * statistics.n_steps
+        with tqdm(total=total, unit="step", disable=not progress) as bar:
+            try:
+                for number, prompts in enumerate(some.prompts, start=1):
+                    statistics.add(prompts, f"batch {number}" + f" of {some.n}" * bool(some.n), bar)
+            except Exception as error:  # the new error contains the results so far
+                if not statistics.n_prompts:
+                    raise
+                raise _stopped(error, _result(statistics, first)) from error
+    comparison = _result(statistics, first)
     _warn_if_lost(comparison.about["values"])
     return comparison
 
@@ -167,53 +155,53 @@ def compare(
 def _first_batch(
     models: Sequence[Any],
     alignment: Alignment,
-    statistics: Statistics,
-    first: Batch,
+    provenance: Provenance,
+    contrast: Contrast,
     sizes: ComparisonSizes,
-    resampling: Resampling,
     progress: bool,
-) -> Callable[[int | None], Comparison]:
-    """Compare the circuits on the first batch.
-
-    Return a function that patches a given number of components and returns the comparison on all
-    batches that were run.
-    """
-    ComparisonError.raise_if(length_reasons(first.pair, only_columns=True), _PROBLEM)
-    with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
-        runs = statistics.add(first, bar, has_circuit=True)
-    circuits = [
-        _circuit(run, first, sizes.faithfulness, resampling.seed, label, progress)
-        for run, label in zip(runs, MODELS, strict=False)
-    ]
-    n_sites = [circuit.size for circuit in circuits]
-    frames = compare_circuits(
-        *(models, alignment, first, runs, n_sites, sizes, resampling, progress)
-    )
-    settings = asdict(sizes) | asdict(resampling)
+) -> dict[str, Any]:
+    """Return what is measured on the first batch: circuits, drops, and their settings."""
+    found = find_circuits(models, contrast, alignment, sizes, progress)
+    frames = compare_circuits(models, contrast, alignment, found, sizes, progress)
+    parts = compare_parts(models, contrast, alignment, provenance, found, frames["nodes"])
+    drops, values = measure_drops(models, contrast, alignment, sizes.n_patched, progress)
+    circuits = [one.circuit for one in found]
     about = {
+        "model": str(getattr(models[0].cfg, "model_name", "")),
+        "metric": as_metric(contrast.metric).name,
+        "values": dict(zip(("original", "grown", "null"), values, strict=False)),
+        "circuit_sizes": [len(circuit) for circuit in circuits],
+        "n_sites": [circuit.n_sites for circuit in circuits],
         "faithfulness": [circuit.faithfulness for circuit in circuits],
         "completeness": [circuit.completeness for circuit in circuits],
-        "circuit_sizes": n_sites,
-        "random_faithfulness": [circuit.random for circuit in circuits],
-        "n_prompts_of_circuits": len(first.pair.clean),
-        "settings": {name: as_plain(value) for name, value in settings.items()},
+        "random_faithfulness": [list(circuit.random) for circuit in circuits],
+        "n_prompts_of_circuits": len(contrast),
+        "settings": {name: as_plain(value) for name, value in asdict(sizes).items()},
     }
-    texts = tuple(token_texts(models[0], first.pair.clean[0]))
+    texts = tuple(token_texts(models[0], contrast.pair(models[0]).clean[0]))
+    return {**frames, "parts": parts, "drops": drops, "tokens": texts, "about": about}
 
-    def result(n_patched: int | None) -> Comparison:
-        old, new, silent = statistics.frames()
-        old, new = add_patching(models, first, old, new, n_patched, progress)
-        return Comparison(
-            heads=old[old["kind"] == "attention"].reset_index(drop=True),
-            neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
-            new=new,
-            silent=silent,
-            **frames,
-            tokens=texts,
-            about=statistics.about() | about,
-        )
 
-    return result
+def _result(statistics: Statistics, first: Mapping[str, Any]) -> Comparison:
+    """Join the statistics of all batches with what was measured on the first one."""
+    old, new, silent = statistics.frames()
+    drops = first["drops"]
+    of_new = {"grown_drop": "drop", "grown_drop_se": "drop_se"}
+    old = old.join(
+        drops.drop(columns=["grown_drop_se", "share", "null_share"], errors="ignore"), "grown_name"
+    )
+    null = [name for name in ("null_drop", "null_share") if name in drops]
+    new = new.join(drops[[*of_new, "share", *null, "exact"]].rename(columns=of_new), "grown_name")
+    frames = {name: first[name] for name in ("circuits", "parts", "nodes", "edges", "tokens")}
+    counts = {"n_prompts": statistics.n_prompts, "n_tokens": statistics.n_tokens}
+    return Comparison(
+        heads=old[old["kind"] == "attention"].reset_index(drop=True),
+        neurons=old[old["kind"] == "neuron"].reset_index(drop=True),
+        new=new,
+        silent=silent,
+        about=counts | first["about"],
+        **frames,
+    )
 
 
 def _warn_if_lost(values: dict[str, dict[str, float]]) -> None:
@@ -232,7 +220,7 @@ def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
     reasons = [
         f"{type(error).__name__}: {error}",
         f"`error.so_far` contains the comparison on the {so_far.about['n_prompts']} prompts "
-        "before the error, without patching",
+        "before the error",
     ]
     stopped = ComparisonError(reasons, "the comparison stopped")
     stopped.so_far = so_far
@@ -308,30 +296,3 @@ def _require_source(model: Any, provenance: Provenance) -> None:
         "dataclasses.replace(provenance, source=attn_only_lens.growth.identity(model))"
     )
     raise ComparisonError([reason, advice], _PROBLEM)
-
-
-class _Circuit(NamedTuple):
-    """A circuit's size, and the faithfulness of the circuit, its complement and random circuits."""
-
-    size: int
-    faithfulness: float
-    completeness: float
-    random: list[float]
-
-
-def _circuit(
-    run: BatchRun, batch: Batch, faithfulness: float, seed: int, label: str, progress: bool
-) -> _Circuit:
-    """Find the smallest number of sites, ranked by |effect|, with the requested faithfulness."""
-    groups = site_groups(run.model, run.pair, "all", "z", most_rows=None)
-    effects = [group.sums(run.effects_of(group.sites)).mean(1) for group in groups]
-    order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
-    with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
-        prompts = run.model, run.pair, batch.metric
-        options: dict[str, Any] = {"ablation": "resample", "on_done": bar.update}
-        ablated = AblatedModel(*prompts, site_rows(groups), **options)
-        rows = smallest_prefix(ablated, order, faithfulness)
-        measured, complete, random = ablated.curves([rows], _N_RANDOM, seed)
-        bar.total = bar.n  # the total number of steps is known only after the search
-        bar.refresh()
-    return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

@@ -50,6 +50,15 @@ class Alignment:
     new: tuple[LayerSites, ...]
     coordinates: Int[Tensor, "d_model"]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The grown model's name of each component of the original."""
+        return {
+            old: new
+            for pair in self.shared
+            for old, new in zip(pair.first.names, pair.second.names, strict=True)
+        }
+
     def with_null(self, d_model: int) -> "Alignment":
         """Return the alignment of the second model with a null model (see `compare`)."""
         shared = tuple(replace(pair, first=pair.second) for pair in self.shared)

@@ -13,7 +13,7 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
-_FRAMES = ("heads", "neurons", "new", "silent", "circuits", "nodes", "edges")
+_FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 _MANIFEST = "comparison.json"
 
 
@@ -23,7 +23,7 @@ class _Manifest(TypedDict):
     files: dict[str, FileDigest]
 
 
-_DOCUMENT = Document("attn_only_lens.Comparison", 5, _Manifest)
+_DOCUMENT = Document("attn_only_lens.Comparison", 6, _Manifest)
 _FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 
 
@@ -36,33 +36,35 @@ class Comparison:
         name, grown_name, kind, layer, grown_layer
         divergence, divergence_se     Jensen–Shannon divergence of its patterns, in bits, 0 to 1
         cosine, norm_ratio            of its outputs (missing if an output is always zero)
-        estimated_drop, grown_estimated_drop, estimated_drop_change, estimated_drop_change_se
-                                      estimate of how much the metric decreases if the component's
-                                      output is replaced by its output on the corrupted prompt, and
-                                      the standard error of the mean. It has the units of the
-                                      metric; `patching.attribution` estimates scores instead
-        drop, grown_drop, drop_change
-                                      the exact decrease, on the first batch (missing if a
-                                      component is not among the largest)
+        drop, grown_drop, drop_change, drop_change_se
+                                      how much the metric falls if the component's output is
+                                      replaced by its output on the corrupted prompt, in units of
+                                      the metric, on the first batch; and the standard error of the
+                                      mean change over prompts (missing for one prompt)
+        exact                         whether these drops were patched, or are estimates
         null_…                        the same between the grown and the null model, if there is one
 
     Attributes:
         heads: the original's attention heads.
         neurons: the original's neurons, without silent neurons.
         new: a frame with one row per component that only the grown model has: `grown_name`,
-            `kind`, `grown_layer`, `estimated_drop`, `estimated_drop_se`, `share` (of the metric's
-            range, clean minus corrupted), `norm` (root mean square of its output at a token),
-            `drop`; and `null_share`, the share of the null model's component with the same name.
+            `kind`, `grown_layer`, `norm` (root mean square of its output at a token), `drop`,
+            `drop_se`, `share` (of the metric's range, clean minus corrupted), `exact`; and
+            `null_drop` and `null_share`, of the null model's component with the same name.
         silent: neurons whose output never exceeds the rounding error of their layer's output in
             either model (`comparison/statistics.py`), so that their patterns are noise: `name`,
             `grown_name`, `kind`, `layer`, `grown_layer`. The other frames omit them.
         circuits: the overlap of the circuits of two models, the first and the second of `pair`:
             "original and grown" or "grown and null". Each pair has one row for "nodes" and for each
             kind of "edges": the sizes `first` and `second`, the counts `kept`, `lost`, `gained`,
-            and `jaccard` and `rank_correlation`, each with a confidence interval, `_low` and
-            `_high` (`comparison/circuits.py`).
+            `jaccard` and `rank_correlation`, and for nodes the interval from `jaccard_low` to
+            `jaccard_high` (missing without `resamples`; see `comparison/circuits.py`).
+        parts: what became of the original's circuit: one row per group of sites, such as "in both
+            circuits" or "new neurons", with `n_sites`, and its joint `drop` and `share` in the
+            original, and `grown_drop` and `grown_share` in the grown model, all exact.
         nodes: nodes in either circuit, with the grown model's names: `id`, `kind`, `layer`, `name`,
-            `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
+            `position`, `original_name` (missing if new), `status`, and `share` and `grown_share`,
+            the node's shares of what the circuits keep.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,
             `grown_weight`.
         tokens: the tokens of the first batch's first prompt, as strings.
@@ -74,10 +76,25 @@ class Comparison:
     new: pd.DataFrame
     silent: pd.DataFrame
     circuits: pd.DataFrame
+    parts: pd.DataFrame
     nodes: pd.DataFrame
     edges: pd.DataFrame
     tokens: tuple[str, ...]
     about: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """What became of the circuit: "17 of 25 sites are the same; 6 new neurons carry 21%"."""
+        nodes, parts = self.circuits.iloc[0], self.parts
+        same = f"{nodes['kept']:.0f} of the circuit's {nodes['first']:.0f} sites are the same"
+        rows = parts[~parts["part"].isin(["in both circuits", "only in the original's circuit"])]
+        others = [
+            f"{n:.0f} {part if part.startswith('new') else f'sites ({part})'} carry {share:.0%}"
+            for part, n, share in zip(
+                rows["part"], rows["n_sites"], rows["grown_share"], strict=True
+            )
+        ]
+        return "; ".join([same, *others])
 
     def summary(self) -> pd.DataFrame:
         """Summarize the changes for each layer of the original and each kind of component.
@@ -85,14 +102,14 @@ class Comparison:
         Returns:
             A frame with one row for each kind of component in each layer: `layer`, `kind`, the
             number of `components`, the number of further `silent` components, and the means of
-            `divergence`, `cosine`, `norm_ratio` and |`estimated_drop_change`|, without missing
+            `divergence`, `cosine`, `norm_ratio` and |`drop_change`|, without missing
             values. With a null model, `null_…` columns have the same means for that model.
         """
         frame = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in frame else ("",)
-        changes = [f"{prefix}estimated_drop_change" for prefix in prefixes]
+        changes = [f"{prefix}drop_change" for prefix in prefixes]
         frame[changes] = frame[changes].abs()
-        measures = ("divergence", "cosine", "norm_ratio", "estimated_drop_change")
+        measures = ("divergence", "cosine", "norm_ratio", "drop_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
         groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
@@ -142,13 +159,10 @@ class Comparison:
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
 
     def __repr__(self) -> str:
-        nodes = self.circuits.iloc[0]
         return (
             f"Comparison of {self.about['model']} with its grown model, on "
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
-            f"neurons ({len(self.silent)} more are silent), {len(self.new)} new; circuit "
-            f"nodes: {nodes['kept']:.0f} kept, {nodes['lost']:.0f} lost, {nodes['gained']:.0f} "
-            "gained"
+            f"neurons ({len(self.silent)} more are silent), {len(self.new)} new. {self.title}"
         )
 
 

@@ -46,10 +46,10 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.devices import float32_if_half, to_float64_device
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import LayerSites, resolve_sites
 from attn_only_lens.growth.comparison.alignment import Alignment, SharedComponents
-from attn_only_lens.growth.comparison.batch_runs import MODELS, BatchRun, run_batch
-from attn_only_lens.growth.comparison.batches import Batch
+from attn_only_lens.growth.comparison.clean_runs import MODELS, CleanRun
 from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
@@ -149,12 +149,8 @@ def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
     return torch.cat(stacked, dim=1).cpu().numpy()
 
 
-def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site prompt"]:
-    return to_float64_device(run.effects_of(sites)).sum(-1, dtype=torch.float64)
-
-
 def _divergences_by_prompt(
-    one: BatchRun, second: BatchRun, pair: SharedComponents
+    one: CleanRun, second: CleanRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
     """Return each pair's pattern divergence on each prompt, averaged over non-padding tokens."""
     if pair.kind == "attention":
@@ -163,7 +159,7 @@ def _divergences_by_prompt(
     else:
         p, q = one.gates(pair.first), second.gates(pair.second)
         divergence = gate_divergence(p, q.to(p.device))
-    real = one.real.to(divergence.device).unsqueeze(-1)
+    real = one.prompts.real.to(divergence.device).unsqueeze(-1)
     total = to_float64_device(divergence.where(real, 0.0)).sum(1, dtype=torch.float64)
     return (total / real.sum(1).to(total.device)).T
 
@@ -194,34 +190,31 @@ class _SharedStatistics:
             for both in zip(pair.first.names, pair.second.names, strict=True)
         ]
         self._names = pd.DataFrame(names, columns=_NAMES)
-        self.sums = np.zeros((10, len(names)))
+        self.sums = np.zeros((7, len(names)))
         self.maxima = np.zeros((4, len(names)))
 
     def measure(
-        self, one: BatchRun, second_run: BatchRun, bar: "tqdm[Any]"
+        self, one: CleanRun, second_run: CleanRun, bar: "tqdm[Any]"
     ) -> tuple[_Floats, _Floats]:
         """Return the sums and maxima over a batch, and advance the progress bar."""
         rows, roundings = [], []
         for pair, (cross, first, second) in zip(self._shared, self._grams, strict=True):
             js = _divergences_by_prompt(one, second_run, pair)
-            effect = _effects_by_prompt(one, pair.first)
-            effect_2 = _effects_by_prompt(second_run, pair.second).to(effect)
-            by_prompt = [js, js**2, effect, effect_2, (effect_2 - effect) ** 2]
             z, z_2 = one.z(pair.first), second_run.z(pair.second)
             products = [_dot(z, cross, z_2), _dot(z, first, z), _dot(z_2, second, z_2)]
             squares = [to_float64_device(_norm(x)).double() ** 2 for x in (z, z_2)]
             largest = [x.abs().amax((0, 2)) for x in (z, z_2)]
-            rows.append([*(x.sum(1) for x in by_prompt), *products, *squares, *largest])
+            rows.append([js.sum(1), (js**2).sum(1), *products, *squares, *largest])
             roundings.append(
                 np.full((len(pair.first.names), 2), [rounding(z.dtype), rounding(z_2.dtype)])
             )
             bar.update()
         numbers = _read(rows)
-        return numbers[:10], np.concatenate([numbers[10:], np.concatenate(roundings).T])
+        return numbers[:7], np.concatenate([numbers[7:], np.concatenate(roundings).T])
 
     def frame(self, n_prompts: int, n_tokens: int) -> pd.DataFrame:
         """Return a frame with one row per component: names, differences and a flag `silent`."""
-        js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
+        js, js_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
         with np.errstate(divide="ignore", invalid="ignore"):  # a norm of outputs may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
@@ -235,10 +228,6 @@ class _SharedStatistics:
             divergence_se=_standard_error(js, js_2, n),
             cosine=cosine,
             norm_ratio=np.where(np.isinf(ratio), np.nan, ratio),
-            estimated_drop=first / n,
-            grown_estimated_drop=second / n,
-            estimated_drop_change=(second - first) / n,
-            estimated_drop_change_se=_standard_error(second - first, change_2, n),
             silent=silent,
         )
 
@@ -254,28 +243,19 @@ class _NewStatistics:
     def __init__(self, directions: _Directions, new: Sequence[LayerSites]) -> None:
         self._new = new
         self._grams = [_gram(W, W) for W in map(directions, new)]
-        self.sums = np.zeros((3, sum(len(sites.names) for sites in new)))
+        self.sums = np.zeros((1, sum(len(sites.names) for sites in new)))
 
-    def measure(self, run: BatchRun) -> _Floats:
+    def measure(self, run: CleanRun) -> _Floats:
         """Return the sums over a batch."""
-        rows = []
-        for sites, gram in zip(self._new, self._grams, strict=True):
-            effect, z = _effects_by_prompt(run, sites), run.z(sites)
-            rows.append([effect.sum(1), (effect**2).sum(1), _dot(z, gram, z)])
+        z = [(run.z(sites), gram) for sites, gram in zip(self._new, self._grams, strict=True)]
+        rows = [[_dot(of_sites, gram, of_sites)] for of_sites, gram in z]
         return _read(rows) if rows else np.zeros_like(self.sums)
 
-    def frame(self, n_prompts: int, n_tokens: int, span: float) -> pd.DataFrame:
-        """Return a frame with each component's name, effect, share of the metric's range, and norm.
-
-        The range `span` is the metric's clean value minus its corrupted value.
-        """
-        effect, effect_2, written = self.sums
+    def frame(self, n_tokens: int) -> pd.DataFrame:
+        """Return a frame with each component's name and norm."""
         names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
         return pd.DataFrame(names, columns=["grown_name", "kind", "grown_layer"]).assign(
-            estimated_drop=effect / n_prompts,
-            estimated_drop_se=_standard_error(effect, effect_2, n_prompts),
-            share=effect / span,
-            norm=np.sqrt(written.clip(min=0) / n_tokens),
+            norm=np.sqrt(self.sums[0].clip(min=0) / n_tokens)
         )
 
 
@@ -295,70 +275,40 @@ class Statistics:
             for i in range(len(models) - 1)
         ]
         self._n_shared = len(alignment.shared)
-        self._new = [_NewStatistics(direction, alignment.new) for direction in directions[1:]]
-        self._values = np.zeros((len(models), 2))
-        self._n_prompts = self._n_tokens = 0
-        self._metric = ""
+        self._new = _NewStatistics(directions[1], alignment.new)
+        self.n_prompts = self.n_tokens = 0
 
     @property
     def n_steps(self) -> int:
         """The number of progress-bar steps per batch."""
         return len(self._models) + len(self._shared) * self._n_shared
 
-    def add(
-        self, batch: Batch, bar: "tqdm[Any] | None" = None, *, has_circuit: bool = False
-    ) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs."""
-        bar = tqdm(disable=True) if bar is None else bar
+    def add(self, prompts: PromptPair, label: str, bar: "tqdm[Any]") -> None:
+        """Run a batch through every model, and add its patterns and outputs to the sums."""
         runs = []
-        for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
-            bar.set_description(f"{batch.label}: estimates in {label}")
-            runs.append(run_batch(model, batch, sites, has_circuit=has_circuit))
+        for model, sites, name in zip(self._models, self._sites, MODELS, strict=False):
+            bar.set_description(f"{label}: {name}")
+            runs.append(CleanRun.of(model, prompts, sites))
             bar.update()
         # Change the sums only after all steps that can fail, so that a batch is never half added.
-        bar.set_description(f"{batch.label}: patterns and outputs")
+        bar.set_description(f"{label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
-        new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]
+        new = self._new.measure(runs[1])
         for pair, (sums, maxima) in zip(self._shared, shared, strict=True):
             pair.sums += sums
             pair.maxima = np.maximum(pair.maxima, maxima)
-        for new_sites, sums in zip(self._new, new, strict=True):
-            new_sites.sums += sums
-        n_prompts = len(batch.pair.clean)
-        self._values += n_prompts * np.array([run.values for run in runs])
-        self._n_prompts += n_prompts
-        self._n_tokens += int(batch.pair.real.sum())
-        self._metric = runs[0].metric
-        return runs
+        self._new.sums += new
+        self.n_prompts += len(prompts.clean)
+        self.n_tokens += int(prompts.real.sum())
 
     def frames(self) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Return frames of the original's components, of new components and of silent neurons."""
-        counts = self._n_prompts, self._n_tokens
+        counts = self.n_prompts, self.n_tokens
         old, *nulls = (pair.frame(*counts) for pair in self._shared)
-        spans = self._values[1:, 0] - self._values[1:, 1]
-        new, *new_nulls = (
-            sites.frame(*counts, span) for sites, span in zip(self._new, spans, strict=True)
-        )
-        for null, new_null in zip(nulls, new_nulls, strict=True):
+        for null in nulls:
             for name in _MEASURES:  # outputs of silent neurons are rounding errors
                 old[f"null_{name}"] = null[name].mask(null["silent"])
-            for name in ("estimated_drop_change", "estimated_drop_change_se"):
-                old[f"null_{name}"] = null[name]
-            old["null_estimated_drop"] = null["grown_estimated_drop"]
-            for name in ("estimated_drop", "share"):
-                new[f"null_{name}"] = new_null[name]
         silent = old.pop("silent")
         audible = old[~silent].reset_index(drop=True)
-        return audible, new, old.loc[silent, _NAMES].reset_index(drop=True)
-
-    def about(self) -> dict[str, Any]:
-        """Return a dict of the model's name, the metric and its values, and the dataset's size."""
-        labels = ("original", "grown", "null")
-        values = zip(labels, (self._values / self._n_prompts).tolist(), strict=False)
-        return {
-            "model": str(getattr(self._models[0].cfg, "model_name", "")),
-            "metric": self._metric,
-            "n_prompts": self._n_prompts,
-            "n_tokens": self._n_tokens,
-            "values": {label: {"clean": c, "corrupted": o} for label, (c, o) in values},
-        }
+        silent_names = old.loc[silent, _NAMES].reset_index(drop=True)
+        return audible, self._new.frame(self.n_tokens), silent_names
