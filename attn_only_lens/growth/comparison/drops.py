@@ -55,7 +55,8 @@ def measure_drops(
     frame.insert(0, "drop", original.means)
     weights = original.weights  # of the prompts, which are the same in all models
     changes = {"drop_change": grown.by_prompt - original.by_prompt}
-    changes |= {"null_drop_change": other.by_prompt - grown.by_prompt for other in null}
+    if null:
+        changes["null_drop_change"] = null[0].by_prompt - grown.by_prompt
     for name, change in changes.items():
         frame[name] = (change * weights).sum(axis=1, skipna=False)
         frame[f"{name}_se"] = _standard_error(change, weights)
