@@ -1,7 +1,9 @@
 """Tests of `attn-only-lens atlas`: one page or several, and resuming."""
 
 import pytest
+import torch
 from bridges import original
+from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -14,9 +16,6 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    import torch
-    from common import D_VOCAB
-
     made = tmp_path_factory.mktemp("model")
     original("llama", torch.float32).save_pretrained(made)
     tiny_tokenizer(D_VOCAB, made)

@@ -60,15 +60,18 @@ def test_texts(folders, tmp_path):
     assert (out / "report.html").stat().st_size < 6_000_000
 
 
-def test_tokens_a_null_and_a_metric(folders, tmp_path):
+def test_tokens_a_null_a_metric_and_a_provenance_from_elsewhere(folders, tmp_path):
     path, other_path = tmp_path / "prompts.safetensors", tmp_path / "other.txt"
     save_file({"tokens": tokens(batch=3)}, path)
     corrupted = tokens(seed=5, batch=3)
     other_path.write_text("\n".join(",".join(map(str, row)) for row in corrupted.tolist()))
+    source, grown = folders
+    trained = shutil.copytree(grown, tmp_path / "trained")
+    (trained / "provenance.json").unlink()  # as transformers saves it
     out = tmp_path / "report"
-    options = ("--corrupted", other_path, "--null", folders[1])
+    options = ("--corrupted", other_path, "--null", grown, "--provenance", grown)
     options += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
-    result = run("compare", *folders, "--clean", path, "--out", out, *options, *FEW)
+    result = run("compare", source, trained, "--clean", path, "--out", out, *options, *FEW)
     assert result.exit_code == 0, result.output
     models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
@@ -105,22 +108,6 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     assert names == ["gpt2"]
 
 
-def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
-    """A model saved by transformers has no provenance, so the option names the grown folder."""
-    source, grown = folders
-    trained = shutil.copytree(grown, tmp_path / "trained")
-    (trained / "provenance.json").unlink()
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "report"
-    prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    options = ("--clean", prompts, "--out", out, *FEW, *LOSS)
-    refused = run("compare", source, trained, *options)
-    assert refused.exit_code == 2
-    assert "this model has no provenance" in " ".join(refused.output.split())
-    result = run("compare", source, trained, *options, "--provenance", grown)
-    assert result.exit_code == 0, result.output
-    assert (out / "report.html").exists()
-
-
 def test_what_is_refused(folders, tmp_path):
     out, empty = tmp_path / "report", tmp_path / "empty.txt"
     empty.write_text("\n")
@@ -128,7 +115,6 @@ def test_what_is_refused(folders, tmp_path):
     prompts.write_text("w1 w2 w3\nw4 w5\n")
     for arguments, message in (
         ((*folders, "--clean", empty, *LOSS), "has no prompts; expected one prompt per line"),
-        ((*folders, "--clean", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--clean", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
         ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),

@@ -58,7 +58,7 @@ def test_pages(tmp_path):
     texts.write_text("\n".join(small_english_texts()[:3]))
     shipped = ["small-english", "--transcoders", "small-english"]
     for words, names in (
-        (["explain", *shipped, *PROMPTS, *METRIC, "--top", 3, "--out"], ["L0F", "L3F"]),
+        (["circuit", *shipped, *PROMPTS, *METRIC, "--faithfulness", 0.3, "--out"], ["F"]),
         (["pattern", *shipped, "--prompt", PAIR[0], "--names", "L3F7", "--out"], ["L3F7"]),
     ):
         page = tmp_path / f"{words[0]}.html"

@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -12,8 +11,6 @@ from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.cli.demo import CLEAN, CORRUPTED, PAIRS, WORDS
 from attn_only_lens.models.expose import expose_neuron_heads
-
-pytestmark = pytest.mark.both_versions
 
 
 @torch.no_grad()

@@ -29,7 +29,6 @@ from attn_only_lens import (
 from attn_only_lens.cli import app
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
-from attn_only_lens.growth.models.two_blocks import ConvertedModel
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -43,6 +42,11 @@ REFUSED = {
 }
 # Fewer keys than queries, under a norm over all heads, has two widths.
 REFUSED["post_norm_grouped"] = REFUSED["post_norm"]
+# The rest are as exact as another of these: they differ in what growth does not read.
+FAMILIES = [
+    *(name for name in STRUCTURES if name not in ("rms", "rotary_adjacent", "bidirectional")),
+    "post_norm_grouped",
+]
 SEEN_BY_NO_AXES = ("q_norm.", "k_norm.")  # heads and batch are one axis there
 PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where widths grow
 
@@ -92,7 +96,7 @@ def check_converted(converted, grown):
     assert same_bits(grown.shrink(), converted)
 
 
-@pytest.mark.parametrize("family", [*STRUCTURES, "post_norm_grouped"])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_exact_or_refused_and_the_same_after_conversion(family):
     model, refused = source(family), REFUSED.get(family, {})
@@ -137,11 +141,7 @@ def test_one_norm_over_all_heads_grows_where_all_its_sizes_fit():
 
 @pytest.mark.parametrize(
     ("family", "flag"),
-    [
-        ("gelu", "set_use_split_qkv_input"),
-        ("gelu", "set_use_attn_in"),  # TransformerLens refuses it for grouped queries
-        ("grouped", "set_use_split_qkv_input"),
-    ],
+    [("gelu", "set_use_attn_in"), ("grouped", "set_use_split_qkv_input")],
 )
 def test_inputs_by_head(family, flag):
     model = build(family)
@@ -161,20 +161,13 @@ def test_inputs_by_head(family, flag):
         ln1.old_part(new[ln1.name])
 
 
-@pytest.mark.parametrize("norm", ["RMS", "RMSPre", "LNPre"])
+@pytest.mark.parametrize("norm", ["RMS", "LNPre"])
 def test_positions_beside_the_stream(norm):
     model = build("shortformer", normalization_type=norm)
     grown = grow(model, growth.WidenStream(11)).model
     assert relative(grown(tokens()), model(tokens())) < EXACT
     moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
     assert torch.allclose(moves, moves.new_tensor(1 if norm == "RMS" else (37 / 26) ** 0.5))
-
-
-def test_a_scale_of_its_own_stays():
-    model = build("clip_qkv", attn_scale=2.3)
-    grown = grow(model, d_head=17)
-    assert grown.model.cfg.attn_scale == 2.3
-    assert relative(grown.model(tokens()), model(tokens())) < EXACT
 
 
 def test_attention_only_models_and_other_dtypes():
@@ -205,7 +198,7 @@ def test_what_is_not_function_comes_along():
     assert not pointers & {tensor.data_ptr() for tensor in grown.state_dict().values()}
 
 
-@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal", "muP"])
+@pytest.mark.parametrize("mode", ["kaiming_normal", "muP"])
 def test_own_is_transformerlens_own(mode):
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
     cfg |= {"d_vocab": 59, "act_fn": "gelu", "init_mode": mode, "seed": 0}
@@ -260,7 +253,7 @@ def test_folders(tmp_path):
 # Converted models whose layers differ
 
 
-@pytest.mark.parametrize("family", ["gelu", "llama", "gemma"])
+@pytest.mark.parametrize("family", ["gelu", "llama"])
 @torch.no_grad()
 def test_some_layers_only(family, tmp_path):
     model = build(family)
@@ -367,8 +360,8 @@ def test_bilinear_gates_of_several_heads_are_refused():
     assert relative(after, before) < EXACT
 
 
-@pytest.mark.parametrize("init", [growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
-def test_starts_without_zeros(init):
+def test_starts_without_zeros():
+    init = growth.init.splits(0.3, 0.7)
     model = build("silu_gated", act_fn="gelu")
     step = growth.compose(growth.AddNeurons(5), growth.AddHeads(2))
     one, grown = grow(model, step, init=init, seed=3), grow(convert(model), step, init=init, seed=3)
@@ -376,15 +369,6 @@ def test_starts_without_zeros(init):
     assert same_bits(one.shrink(), model)
     assert same_bits(grown.model, convert(one.model))
     assert same_bits(grown.shrink(), convert(model))
-
-
-def test_another_seed_is_another_model():
-    source = build("gelu")
-    first, second = (
-        grow(source, d_mlp=41, seed=3).model,
-        grow(convert(source), d_mlp=41, seed=4).model,
-    )
-    assert not same_bits(convert(first), second)
 
 
 @torch.no_grad()
@@ -410,19 +394,6 @@ def test_a_layer_is_two_blocks():
     assert not model.blocks[1].attn.W_out.any()
     assert model.blocks[1].attn.W_in.any()
     assert grown.shrink().blocks[2].training is False
-
-
-def test_parameters_are_known_by_their_names_in_the_source():
-    source = build("llama", n_layers=1, attn_types=None)
-    named = {name: p.name for name, p in ConvertedModel(convert(source)).parameters().items()}
-    assert named["blocks.0.attn._W_K"] == "blocks.0.attn.W_K"
-    assert named["blocks.1.attn.W_gate"] == "blocks.0.mlp.W_gate"
-    assert named["blocks.1.ln1.w"] == "blocks.0.ln2.w"
-    assert list(read(convert(source)).tensors) == list(named.values())
-    tensors = read(source).tensors
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        name: tensor.shape for name, tensor in read(convert(source)).tensors.items()
-    }
 
 
 @torch.no_grad()
@@ -453,9 +424,8 @@ def test_refused_with_all_reasons():
     assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
 
 
-@pytest.mark.parametrize("name", ["gelu", "parallel"])
-def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
-    model = convert(build(name))
+def test_patching_a_model_of_unequal_layers_is_patching_the_original():
+    model = convert(build("parallel"))
     steps = growth.AddNeurons(2, layers=[0]), growth.AddHeads(1, layers=[2]), growth.InsertLayer(1)
     widths = growth.WidenValues(3, layers=[0]), growth.WidenQueriesAndKeys(2, layers=[3])
     grown = grow(model, growth.compose(*steps, *widths))

@@ -12,7 +12,6 @@ from growing import (
     native,
     same_bits,
     state,
-    steps,
     worst_activation,
 )
 from tiny_tokenizer import tiny_tokenizer
@@ -61,7 +60,7 @@ def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name, monkeyp
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["blocks.0.mlp.W_out", "blocks.1.attn.W_O", "embed.W_E"])
+@pytest.mark.parametrize("name", ["blocks.0.mlp.W_out", "embed.W_E"])
 def test_a_constraint_that_is_broken_changes_the_function(name):
     bridge = native()
     grown = grow(bridge, **SIZES)
@@ -74,25 +73,14 @@ def test_a_constraint_that_is_broken_changes_the_function(name):
         grown.shrink()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes(dtype):
+def test_half_precision():
+    dtype = torch.bfloat16
     bridge = native("gated", dtype)
     grown = grow(bridge, growth.compose(all_steps(bridge), all_steps(bridge)))
     got, expected = grown.model(tokens()), bridge(tokens())
     assert got.dtype == dtype
     assert relative(got, expected) < LOGIT_TOLERANCE[dtype]
     assert same_bits(grown.shrink(), bridge)
-
-
-def test_the_order_changes_only_free_entries():
-    bridge = native()
-    first, second = (
-        read(grow(bridge, growth.compose(*map(steps().get, order))).model).tensors
-        for order in (("stream", "neurons"), ("neurons", "stream"))
-    )
-    for name in ("blocks.1.mlp.W_out", "blocks.1.attn.W_O", "embed.W_E"):
-        assert torch.equal(first[name], second[name])  # no new entry of these is free
-    assert not torch.equal(first["blocks.1.mlp.W_in"], second["blocks.1.mlp.W_in"])
 
 
 def test_heads_join_groups():
@@ -107,14 +95,6 @@ def test_heads_join_groups():
     new_logits, new = cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     assert max(worst_activation(grown.provenance, old, new)[0].values()) < EXACT
-    assert same_bits(grown.shrink(), bridge)
-
-
-def test_every_head_becomes_a_group():
-    bridge = native()
-    grown = grow(bridge, growth.compose(growth.AddHeads(2, into_groups=True), growth.AddHeads(2)))
-    assert (grown.model.cfg.n_heads, grown.model.cfg.n_key_value_heads) == (6, 3)
-    assert relative(grown.model(tokens()), bridge(tokens())) < EXACT
     assert same_bits(grown.shrink(), bridge)
 
 
@@ -147,15 +127,6 @@ def test_what_is_not_function_comes_along(tmp_path):
 
 
 # Tied embeddings and tables
-
-
-def test_tied_embeddings_stay_tied():
-    bridge = native("rms")
-    tie(bridge)
-    grown = grow(bridge, d_model=37, d_mlp=41)
-    assert grown.model.original_model.head.weight is grown.model.original_model.tok_embed.weight
-    assert relative(grown.model(tokens()), bridge(tokens())) < 2e-6
-    assert torch.equal(grown.shrink()(tokens()), bridge(tokens()))
 
 
 @pytest.mark.parametrize("name", ["ln", "rms_pre"])

@@ -27,12 +27,13 @@ EXACT, FLOAT32 = LOGIT_TOLERANCE[torch.float64], LOGIT_TOLERANCE[torch.float32]
 EPS = 1e-12
 STEPS = {
     "neurons of one layer": growth.AddNeurons(4, layers=[1]),
-    "heads": growth.AddHeads(3),
-    "values, queries and keys": growth.compose(
-        growth.WidenValues(6), growth.WidenQueriesAndKeys(6)
+    "all four": growth.compose(
+        growth.AddHeads(3),
+        growth.WidenValues(6),
+        growth.WidenQueriesAndKeys(6),
+        growth.AddNeurons(4),
     ),
 }
-STEPS["all four"] = growth.compose(*list(STEPS.values())[1:], growth.AddNeurons(4))
 # Required zeros that a test breaks, and the transformers tensor that holds them.
 ZEROS = {
     "blocks.0.mlp.W_out": "encoder.layer.0.output.dense.weight",

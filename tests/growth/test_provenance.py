@@ -10,7 +10,6 @@ from sealed_files import rewrite
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import CheckpointError, GrowthError, UnknownHeadError
 from attn_only_lens.growth import identity, read_provenance
-from attn_only_lens.growth.expansion.provenance import IndexMap, TensorMap
 from attn_only_lens.growth.expansion.weights import identity_of
 
 
@@ -61,16 +60,6 @@ def test_frame(grown):
     assert frame.old.isna().equals(frame.is_new)
 
 
-def test_moved_indices_in_the_middle():
-    moved = TensorMap("x", (IndexMap((0, 2), 3), IndexMap((1,), 2)))
-    old = torch.tensor([[5.0], [7.0]])
-    new = moved.put(old, torch.zeros(3, 2))
-    assert new.tolist() == [[0, 5], [0, 0], [0, 7]]
-    assert torch.equal(moved.old_part(new), old)
-    place = IndexMap((0, 2), 3).then(IndexMap((1, 2, 4), 5))
-    assert (place.new_of, place.added, place.old_of) == ((1, 4), (0, 2, 3), {1: 0, 4: 1})
-
-
 def test_a_bias_of_zeros_that_one_version_adds_is_no_difference():
     tensors = {"unembed.W_U": torch.arange(6.0).reshape(2, 3)}
     identity, longer = identity_of(tensors), identity_of(tensors | {"unembed.b_U": torch.zeros(3)})
@@ -92,7 +81,7 @@ def test_identity_is_that_of_the_weights_in_any_form():
 
 
 @pytest.mark.both_versions
-@pytest.mark.parametrize("init", [None, growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
+@pytest.mark.parametrize("init", [growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
 def test_files(init, tmp_path):
     steps = (
         growth.AddNeurons(5),
