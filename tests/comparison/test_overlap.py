@@ -52,26 +52,6 @@ def rows(chosen):
     return np.flatnonzero(chosen[0]).tolist()
 
 
-def test_overlap_of_two_circuits():
-    first = np.array([5.0, -4.0, 3.0, 2.0, np.nan, 0.0, 1.0])
-    second = np.array([1.0, -4.0, 5.0, 0.5, 9.0, 0.0, -2.0])
-    first, second = first[None], second[None]
-    assert rows(largest(first, 3)) == [0, 1, 2]
-    assert rows(largest(second, 3)) == [1, 2, 4]
-    assert rows(largest(np.array([[1.0, -2.0, 2.0, -2.0, 1.0]]), 2)) == [1, 2]  # among ties
-    assert [rows(largest(first, n)) for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
-
-    def overlaps(weights):
-        both = [x.repeat(len(weights), axis=0) for x in (first, second)]
-        return {"nodes": Overlap(*(largest(x, 3) for x in both), *both)}
-
-    nodes = overlap_measures(overlaps, Resampling(5, 0.9), 3, 7)["nodes"]
-    assert [nodes[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
-    assert nodes["jaccard"] == nodes["jaccard_low"] == nodes["jaccard_high"] == 0.5
-    expected = spearmanr(first[0, :3], second[0, :3]).statistic
-    assert nodes["rank_correlation"] == pytest.approx(expected)
-
-
 def test_intervals_are_of_resampled_prompts():
     """Intervals equal those from an enumeration of all resamples."""
     scores = np.array([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.2, 1.1, 1.2]])

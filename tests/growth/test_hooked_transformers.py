@@ -16,14 +16,12 @@ from uneven import uneven
 
 from attn_only_lens import (
     Bilinear,
-    Contrast,
     HeadName,
     convert,
     expose_neuron_heads,
     grow,
     growth,
     load,
-    patching,
     save,
 )
 from attn_only_lens.cli import app
@@ -159,15 +157,6 @@ def test_inputs_by_head(family, flag):
     ln1 = growth.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
     with pytest.raises(ValueError, match="expected a batch axis"):
         ln1.old_part(new[ln1.name])
-
-
-@pytest.mark.parametrize("norm", ["RMS", "LNPre"])
-def test_positions_beside_the_stream(norm):
-    model = build("shortformer", normalization_type=norm)
-    grown = grow(model, growth.WidenStream(11)).model
-    assert relative(grown(tokens()), model(tokens())) < EXACT
-    moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
-    assert torch.allclose(moves, moves.new_tensor(1 if norm == "RMS" else (37 / 26) ** 0.5))
 
 
 def test_attention_only_models_and_other_dtypes():
@@ -360,17 +349,6 @@ def test_bilinear_gates_of_several_heads_are_refused():
     assert relative(after, before) < EXACT
 
 
-def test_starts_without_zeros():
-    init = growth.init.splits(0.3, 0.7)
-    model = build("silu_gated", act_fn="gelu")
-    step = growth.compose(growth.AddNeurons(5), growth.AddHeads(2))
-    one, grown = grow(model, step, init=init, seed=3), grow(convert(model), step, init=init, seed=3)
-    assert relative(one.model(tokens()), model(tokens())) < EXACT
-    assert same_bits(one.shrink(), model)
-    assert same_bits(grown.model, convert(one.model))
-    assert same_bits(grown.shrink(), convert(model))
-
-
 @torch.no_grad()
 def test_a_layer_is_two_blocks():
     converted = convert(build("local"))
@@ -422,26 +400,6 @@ def test_refused_with_all_reasons():
     assert "blocks.3.attn.b_out share one parameter" in text
     assert "forward was replaced on blocks.5.attn" in text
     assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
-
-
-def test_patching_a_model_of_unequal_layers_is_patching_the_original():
-    model = convert(build("parallel"))
-    steps = growth.AddNeurons(2, layers=[0]), growth.AddHeads(1, layers=[2]), growth.InsertLayer(1)
-    widths = growth.WidenValues(3, layers=[0]), growth.WidenQueriesAndKeys(2, layers=[3])
-    grown = grow(model, growth.compose(*steps, *widths))
-    clean = tokens()
-    contrast = Contrast(clean, clean.roll(-1, dims=0), patching.loss())
-
-    def values(of, sites):
-        sweep = patching.activation_patch(of, contrast, sites=sites)
-        return torch.tensor(sweep.frame["value"].to_numpy())
-
-    names = [f"L{layer}{part}" for layer in range(3) for part in ("H0", "H1", "N5", "N31")]
-    now = [grown.provenance[name] for name in names]
-    expected = values(model, names)
-    assert relative(values(grown.model, now), expected) < 1e-12
-    neighbours = [name.replace("N31", "N30") for name in now]  # the control
-    assert relative(values(grown.model, neighbours), expected) > 1e-6
 
 
 def test_models_that_are_not_plain():

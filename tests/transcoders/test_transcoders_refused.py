@@ -51,10 +51,8 @@ WRONG = {
     "width": ({0: drawn(27)}, "layer 0: got a transcoder for d_model=27; the model has d_model=26"),
     "layer": ({7: drawn(26)}, "got layer 7; expected a layer from 0 to 1"),
     "text": ({"0": drawn(26)}, "got layer '0'"),
-    "negative": ({-1: drawn(26)}, "got layer -1"),
     "number": ({0: 3}, "layer 0: got 3; expected a Transcoder"),
-    "list": ([drawn(26)], "expected a dict {layer: Transcoder}"),
-    "nothing": ({}, "got {}; expected a dict"),
+    "list": ([drawn(26)], r"expected a dict \{layer: Transcoder}"),
 }
 
 
@@ -62,28 +60,18 @@ WRONG = {
 def test_wrong_transcoders(what):
     model = bridge("gpt2")
     transcoders, message = WRONG[what]
-    with pytest.raises(UnsupportedModelError, match=message.replace("{", r"\{")):
+    with pytest.raises(UnsupportedModelError, match=message):
         attach(model, transcoders)
     assert not hasattr(model.blocks[0].mlp, "hook_error")
-
-
-def test_every_reason_is_given():
-    with pytest.raises(UnsupportedModelError) as error:
-        attach(bridge("gpt2"), {0: drawn(27), 9: drawn(26)}, error="no")
-    for text in ("d_model=27", "got layer 9", "got error='no'; expected one of node, zero"):
-        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("make", "reads", "message"),
     [
-        (lambda: bridge("phi"), "stream", "attention reads the same norm"),
         (lambda: bridge("gptj"), "stream", "attention reads the same norm"),
         (lambda: bridge("olmo2"), "normalized", "there is no norm"),
         (lambda: bridge("bert"), "input", "layer 0: its MLP is not a separate module"),
-        (lambda: bridge("bert"), "stream", "layer 0: its MLP is not a separate module"),
         (mixtral, "input", "layer 0: its mlp is a MoEBridge"),
-        (lambda: None, "input", "got a NoneType"),
         (
             *(lambda: expose_neuron_heads(bridge("gpt2")).model, "input"),
             r"exposed; first call expose_neuron_heads\(model\).undo\(\)",
@@ -96,7 +84,7 @@ def test_every_reason_is_given():
 )
 def test_wrong_models(make, reads, message):
     model = make()
-    transcoder = drawn(26 if model is None else model.cfg.d_model, reads=reads)
+    transcoder = drawn(model.cfg.d_model, reads=reads)
     with pytest.raises(UnsupportedModelError, match=message):
         attach(model, {0: transcoder})
 
@@ -182,11 +170,9 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
         ({"b_dec": [0.0] * 26}, r"got b_dec=\[0.0.*; expected a tensor"),
-        ({"W_enc": torch.ones(26, 53, device="meta").double()}, "got W_enc.*; expected a tensor"),
         ({"threshold": None}, "expected a threshold for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
-        ({"activation": "topk", "threshold": None}, "got k=None"),
         ({"k": 3}, "got k=3"),
         ({"reads": "mid"}, "got reads='mid'"),
         ({"activation": "gelu"}, "got activation='gelu'"),
@@ -231,14 +217,6 @@ def test_what_would_change_the_weights_is_refused(make):
     assert relative(after - after.mean(-1, True), plain - plain.mean(-1, True)) < 1e-6
 
 
-def test_only_models_have_transcoders():
-    attached = attach(bridge("gpt2"), {0: drawn(26)})
-    for wrong in ("gpt2", None, attached, {0: drawn(26)}):
-        with pytest.raises(UnsupportedCallError, match="expected a TransformerBridge or a Hooked"):
-            detach(wrong)
-    assert "undone" not in repr(attached)
-
-
 def test_compare_refuses_transcoders():
     model = bridge("gpt2")
     grown = grow(model, d_mlp=64)
@@ -276,7 +254,6 @@ def test_tools_that_do_not_take_transcoders():
             assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP", name
         for names, part, message in (
             (["L0N5"], "z", "layer 0 has attention heads 0 to 1 and features 0 to 52"),
-            (["L1F5"], "z", "layer 1 has attention heads 0 to 1 and neurons 0 to 36"),
             (["L0F53"], "z", "features 0 to 52"),
             (["L0S"], "z", "L0S"),
             (["L0E"], "q", "L0E, which has only an output"),
