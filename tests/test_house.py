@@ -158,14 +158,6 @@ def test_a_hidden_import_is_seen(statement):
     assert not [*hidden_imports(ast.parse("from attn_only_lens.viz import Page"))]
 
 
-def test_lazy_stubs_import_from_their_own_folders():
-    for path in LAZY_STUBS:
-        tree = ast.parse(path.read_text("utf-8"))
-        levels = {node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert levels == {1}, path
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)], path
-
-
 def test_every_new_tensor_and_generator_names_its_device():
     """A tensor without a device would be made on the user's `torch.set_default_device`."""
     constructors = {f"torch.{function.__name__}" for function in _device_constructors()}

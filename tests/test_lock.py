@@ -23,7 +23,7 @@ def locked(name):
     return [Requirement(line) for line in lines if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.10", "3.13"])
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_lock_holds_one_version_that_the_ranges_allow(name, python):
     here = {"python_version": python, "python_full_version": f"{python}.1"}

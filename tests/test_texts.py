@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 from attn_only_lens import (
     Contrast,
     chat_tokens,
-    circuits,
     expose_neuron_heads,
     grow,
     load,
@@ -192,16 +191,6 @@ def test_special_tokens_and_none():
     assert token_texts(pieces, []) == []
 
 
-def test_a_graph_has_the_words_of_its_prompt():
-    tokenizer = sentence_piece()
-    bridge = bridges.boot("gpt2")
-    bridge.tokenizer = tokenizer
-    ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
-    one_run = Contrast(ids, None, p.loss())
-    graph = circuits.attribution_graph(bridges.exposed_copy(bridge), one_run, top=5)
-    assert graph.tokens == (("<s>", " w", "ent", " to"),)
-
-
 # The first token, and chats
 
 TEMPLATE = (
@@ -286,9 +275,7 @@ def test_prompts_that_are_no_chat(tmp_path):
         (plain, "w1", "has no chat template"),
         (silent, "w1", "prompt 0: the template returns no tokens"),
         (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
-        (strict, [], "expected a text, a list of texts, or messages"),
         (strict, [{"role": "user"}], "expected a text, a list of texts, or messages"),
-        (strict, 5, "expected a text, a list of texts, or messages"),
     ):
         with pytest.raises(InputError, match=message):
             chat_tokens(bridge, prompts)
@@ -308,22 +295,8 @@ def test_chats_on_the_command_line(tmp_path):
         expected.frame["value"].tolist(), abs=1e-5
     )
     assert expected.frame["position"].max() == len(chat_tokens(bridge, "w1 w2")[0]) - 1
-    for command in (
-        ["circuit", str(folder), *pair, "--out", str(tmp_path / "circuit.json")],
-        [
-            "pattern",
-            str(folder),
-            "--prompt",
-            "w1",
-            "--layer",
-            "0",
-            "--out",
-            str(tmp_path / "p.html"),
-        ],
-        ["verify", str(folder), "--text", "w1"],
-    ):
-        result = CliRunner().invoke(app, [*command, "--chat"])
-        assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w1", "--chat"])
+    assert result.exit_code == 0, result.output
     assert "ok: 4 tokens" in result.output
     result = CliRunner().invoke(app, [*patch, "--token-ids"])
     assert result.exit_code == 2
