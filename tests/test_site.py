@@ -223,26 +223,7 @@ def test_a_name_without_an_entry_is_missing(tmp_path):
     assert list(checked.missing(tmp_path)) == names[-1:]
 
 
-def test_every_module_of_the_reference_is_checked():
-    """The check includes every part of the package with an `__all__` that users import from."""
-    assert [f"attn_only_lens{name}" for name in checked.MODULES] == MODULES
-    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    of_modules = {module.rpartition(".")[2] for module in MODULES}
-    assert {path.stem for path in pages} == of_modules | {"results"}
-
-
 def test_the_build_fails_on_a_fault(tmp_path):
     page(tmp_path, '<a href="gone.html">x</a>')
     with pytest.raises(PluginError, match=r"gone.html leads to no file on the site\n  - the ref"):
         checked.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
-
-
-def test_a_page_lists_types_of_results_that_users_do_not_import():
-    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluation"]})
-    text = gathered.on_page_markdown("# Results", page)
-    assert text == "# Results\n\n::: attn_only_lens.circuits._evaluate.Evaluation"
-    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluations"]})
-    with pytest.raises(
-        PluginError, match=r"lists attn_only_lens\.circuits\._evaluate\.Evaluations"
-    ):
-        gathered.on_page_markdown("# Results", page)

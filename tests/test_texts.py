@@ -18,7 +18,7 @@ from tokenizers import (
 )
 from tokenizers.trainers import BpeTrainer
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from attn_only_lens import (
@@ -102,16 +102,11 @@ KINDS = {
     "WordPiece": word_piece,
     "words": words,
 }
-REAL = ("gpt2_tokenizer", "stories_swiglu_5l/tokenizer", "words_swiglu_4l/tokenizer")
 
 
-@pytest.fixture(params=[*KINDS, *REAL])
+@pytest.fixture(params=KINDS)
 def tokenizer(request):
-    if request.param in KINDS:
-        return KINDS[request.param]()
-    folder = request.getfixturevalue("shared_models_dir") / request.param
-    kind = GPT2TokenizerFast if "gpt2" in request.param else AutoTokenizer
-    return kind.from_pretrained(folder)
+    return KINDS[request.param]()
 
 
 def end_of_word():

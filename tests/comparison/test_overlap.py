@@ -1,7 +1,5 @@
 """Tests of divergences, resamples and overlaps against explicit sums and scipy."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -50,36 +48,6 @@ def test_a_sink_is_an_outcome():
 def rows(chosen):
     """Return the rows that the only resample has chosen."""
     return np.flatnonzero(chosen[0]).tolist()
-
-
-def test_intervals_are_of_resampled_prompts():
-    """Intervals equal those from an enumeration of all resamples."""
-    scores = np.array([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.2, 1.1, 1.2]])
-
-    def choose(weights):
-        means = weights @ scores.T
-        second_mask = np.zeros(means.shape, dtype=bool)
-        second_mask[:, 2] = True
-        return {"nodes": Overlap(largest(means, 1), second_mask, means, np.ones(means.shape))}
-
-    n = 4000
-    weights = Resampling(n, 0.5).weights(3)
-    values = choose(weights)["nodes"].first[:, 2]
-    every = [
-        scores[:, list(rows)].mean(1).argmax() == 2
-        for rows in itertools.product(range(3), repeat=3)
-    ]
-    # Four standard errors of a proportion.
-    assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
-    assert 0 < np.mean(every) < 1
-    resampling = Resampling(200, 0.999)
-    nodes = overlap_measures(choose, resampling, 3, 3)["nodes"]
-    shares = choose(resampling.weights(3))["nodes"].first[:, 2]
-    assert nodes["jaccard"] == 1  # 0 or 1 in resamples, shifted and clipped
-    assert nodes["jaccard_low"] == pytest.approx(1 - shares.mean())
-    assert nodes["jaccard_high"] == 1
-    again = overlap_measures(choose, resampling, 3, 10**9)["nodes"]
-    assert nodes == pytest.approx(again, nan_ok=True)  # for any number of resamples at once
 
 
 def test_all_resamples_at_once_are_each_by_itself():

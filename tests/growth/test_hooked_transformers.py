@@ -339,41 +339,6 @@ def test_bilinear_gates():
     assert "L0N44" in provenance.new_neurons
 
 
-def test_bilinear_gates_of_several_heads_are_refused():
-    """The way around: grow the original, then convert it."""
-    source, gate = build("gelu"), Bilinear(2)
-    with pytest.raises(GrowthError, match="grow the original model, then convert it"):
-        grow(convert(source, gate=gate), growth.AddNeurons(5))
-    grown = grow(source, growth.AddNeurons(5), seed=2)
-    before, after = (convert(model, gate=gate)(tokens()) for model in (source, grown.model))
-    assert relative(after, before) < EXACT
-
-
-@torch.no_grad()
-def test_a_layer_is_two_blocks():
-    converted = convert(build("local"))
-    converted.set_use_attn_result(True)
-    converted.blocks[2].eval()
-    converted.blocks[3].attn.W_in.requires_grad_(False)
-    grown = grow(converted, growth.InsertLayer(at=0, like=1))
-    model = grown.model
-    assert len(model.blocks) == model.cfg.n_layers == 8
-    assert [block.attn.attn_type for block in model.blocks[::2]] == [
-        *("local", "global", "local", "global")
-    ]
-    assert model.cfg.use_attn_result
-    assert [block.training for block in model.blocks] == [
-        *(False, True),  # copied from the layer that it was made from
-        *(True, True, False, True, True, True),
-    ]
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert frozen == ["blocks.1.attn.W_in", "blocks.5.attn.W_in"]
-    assert not any(model.blocks[0].attn.b_O)
-    assert not model.blocks[1].attn.W_out.any()
-    assert model.blocks[1].attn.W_in.any()
-    assert grown.shrink().blocks[2].training is False
-
-
 @torch.no_grad()
 def test_refused_with_all_reasons():
     converted = convert(build("grouped"))

@@ -16,7 +16,6 @@ from growing import cached, in_float64, state, worst_activation
 from tiny_tokenizer import tiny_tokenizer
 
 from analyses.tools.gradmax import grad_max, gradient_products
-from analyses.tools.growth_training import Training
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
@@ -307,23 +306,6 @@ def test_training_goes_on(name, tmp_path):
     assert relative(alone(prompts()).logits, fits.model(prompts())) < FLOAT32
 
 
-def test_a_schedule_is_resumed(tmp_path):
-    def training():
-        model = boot("gpt2", torch.float32)  # with joint weights
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        return Training(model, optimizer, {1: growth.AddNeurons(4), 2: STEPS["d_head"]})
-
-    def run(one, until):
-        for _ in one.steps(until):
-            step(one.model, one.optimizer)
-        return one
-
-    whole, part, rest = run(training(), 4), run(training(), 3), training()
-    part.save(tmp_path / "training.safetensors")
-    rest.resume(tmp_path / "training.safetensors")
-    assert torch.equal(run(rest, 4).model(prompts()), whole.model(prompts()))
-
-
 def test_products_for_grad_max():
     """The products equal x gᵀ from a backward pass with hooks."""
 
@@ -367,19 +349,3 @@ def test_the_caller_s_model_and_random_numbers_stay_as_they_are(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         grow(bridge, d_mlp=41)
     assert [module.training for module in bridge.modules()] == modes
-
-
-def test_what_does_not_matter_to_growth_is_no_reason_against_it():
-    bridge, tokens = boot("gpt2"), prompts()
-    bridge.original_model.transformer.gradient_checkpointing = True
-    bridge.original_model.transformer.drop.p = 0.0
-    assert grow(bridge, d_mlp=41).model.original_model.transformer.drop.p == 0.0
-    model = original("llama")
-    model.resize_token_embeddings(D_VOCAB + 3)
-    resized = bridged(randomise(model))
-    assert relative(grow(resized, d_mlp=41).model(tokens), resized(tokens)) < EXACT
-    silent = boot("llama")
-    silent.unembed.weight.data.zero_()
-    assert not grow(silent, d_head=20).model(tokens).any()
-    theta = boot("llama").original_model.config.rope_parameters
-    assert grow(boot("llama"), d_head=20).shrink().original_model.config.rope_parameters == theta

@@ -103,24 +103,6 @@ def test_seeds_and_equal_units(init):
     assert not torch.equal(first["blocks.0.mlp.W_in"][:, 37:], first["blocks.2.mlp.W_in"][:, 37:])
 
 
-def test_no_layer_repeats_what_another_of_its_name_drew():
-    weights, draw = read(native()), INITS["own"]
-    first, second = growth.InsertLayer(1), growth.InsertLayer(1)
-    at_once, _ = growth.compose(first, second)(weights, draw)
-    in_turn, _ = second(first(weights, draw)[0], draw)
-    for grown in (at_once, in_turn):
-        queries = (grown.tensors[f"blocks.{layer}.attn.W_Q"] for layer in (1, 2))
-        assert not torch.equal(*queries)
-    steps = (
-        growth.AddNeurons(3, layers=[0]),
-        growth.InsertLayer(0, like=1),
-        growth.AddNeurons(3, layers=[0]),
-    )
-    tensors = growth.compose(*steps)(weights, draw)[0].tensors
-    one, other = (tensors[f"blocks.{layer}.mlp.W_in"][:, -3:] for layer in (0, 1))
-    assert (one - other).abs().min() > 0
-
-
 @pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
 def test_own_is_transformerlens_own(mode):
     """New entries have the deviation and bounds that TransformerLens gives the larger model."""
@@ -188,15 +170,3 @@ class _Seeded:
         if new.name.endswith("W_in"):
             return made / made.norm(dim=0) * self.std * made.shape[0] ** 0.5
         return torch.zeros_like(made)
-
-
-def test_grad_max_leaves_the_rest_to_own():
-    model = native()
-    some = grad_max({0: gradient_products(model, tokens())[0]})
-    step = growth.compose(growth.AddHeads(2), growth.AddNeurons(5))
-    first, second = (read(grow(model, step, init=init).model).tensors for init in (some, None))
-    differing = [name for name in first if not torch.equal(first[name], second[name])]
-    assert differing == ["blocks.0.mlp.W_in"]
-    assert all(p.grad is None for p in model.parameters())
-    many = read(grow(model, growth.AddNeurons(31), init=some).model).tensors["blocks.0.mlp.W_in"]
-    assert many[:, 37:].norm(dim=0).min() > 0  # columns beyond d_model come from `own`

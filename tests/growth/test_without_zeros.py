@@ -92,21 +92,6 @@ def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
 
 
 @EVERY_INIT
-def test_groups_of_heads_go_together_or_pair_within(init):
-    model = native("grouped")  # 6 heads in 2 groups
-    for step in (
-        EVEN["heads"],
-        growth.AddHeads(4, into_groups=True),
-        growth.AddHeads(2, into_groups=True),
-    ):
-        grown = grow(model, step, init=INITS[init])
-        assert relative(grown.model(tokens()), model(tokens())) < EXACT
-        assert same_bits(grown.shrink(), model)
-    keys = EVEN["heads"](read(model), INITS["splits"])[0].tensors["blocks.0.attn.W_K"].flatten(1)
-    assert {int(torch.cdist(keys[i : i + 1], keys[:2]).argmin()) for i in (2, 3)} == {0, 1}
-
-
-@EVERY_INIT
 def test_broken_pairs_change_the_function_and_are_refused(init):
     model = native()
     grown = grow(model, EVEN["neurons"], init=INITS[init])

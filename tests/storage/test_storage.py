@@ -35,7 +35,6 @@ from attn_only_lens.growth import Comparison, read_provenance
 from attn_only_lens.growth.comparison.results import _FRAMES
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.patching import site_groups
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.storage.documents import Document
@@ -450,34 +449,6 @@ def test_a_full_disk_keeps_the_old_files(kind, small_disk):
     assert [error for error in errors if not re.search(FULL, error)] == []
     leave(None)
     same(read(folder), whole)
-
-
-def test_a_job_goes_on_after_its_disk_was_full(small_disk, tmp_path, monkeypatch):
-    for name, n in (("_CHUNKS", 5), ("_LEAST", 1)):
-        monkeypatch.setattr(site_groups, name, n)
-    disk, leave = small_disk
-    contrast = Contrast(torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), p.logit_diff(7, 11))
-
-    def patched(folder):
-        work = Work(batch_size=64, resume=folder)
-        return p.activation_patch(bridge(), contrast, work=work).frame
-
-    expected = patched(tmp_path / "whole")
-    kept, errors = {}, []
-    for free in itertools.count(0, 4096):
-        leave(free)
-        try:
-            resumed = patched(disk / "folder")
-            break
-        except CheckpointError as error:
-            errors.append(str(error))
-        after = files_in(disk)
-        assert all(after[path] == kept[path] for path in kept)
-        kept = after
-        assert not list((disk / "folder").glob(".*"))
-    assert len(kept) > 2  # the settings, and some chunks
-    assert [error for error in errors if not re.search(FULL, error)] == []
-    pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

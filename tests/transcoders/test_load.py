@@ -82,8 +82,9 @@ def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
     return path
 
 
-def slow(x, rows, b_enc, gate, W_dec, b_dec, skip=None):
+def slow(x, rows, stored, gate, skip=None):
     """Return activations and output; `rows` are the encoders, `skip` maps x to the output."""
+    b_enc, W_dec, b_dec = (stored[name] for name in ("b_enc", "W_dec", "b_dec"))
     z = torch.zeros(len(x), len(rows), dtype=torch.float64)
     y = b_dec.repeat(len(x), 1)
     for n in range(len(x)):
@@ -120,15 +121,8 @@ def test_circuit_tracer_computes_the_same(tmp_path, skip, threshold):
     write(tmp_path, stored, config_yaml=CONFIG)
     [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
     theta = stored.get("activation_function.threshold", torch.zeros(F))
-    z, y = slow(
-        X,
-        stored["W_enc"],
-        stored["b_enc"],
-        lambda q, f: q[f] > theta[f],
-        stored["W_dec"],
-        stored["b_dec"],
-        (lambda x: x @ stored["W_skip"].T) if skip else None,
-    )
+    through = (lambda x: x @ stored["W_skip"].T) if skip else None
+    z, y = slow(X, stored["W_enc"], stored, lambda q, f: q[f] > theta[f], through)
     compare(transcoder, z, y, X)
     assert layer == 5
     assert transcoder.reads == "stream"
@@ -158,15 +152,9 @@ def test_gemma_scope_computes_the_same(tmp_path, kind):
         path = write(tmp_path, renamed, "a/params.safetensors", config_json=config)
         options = {}
     [(layer, transcoder)] = t.load(path, dtype=torch.float64, **options).items()
-    z, y = slow(
-        X,
-        stored["W_enc"].T,
-        stored["b_enc"],
-        lambda q, f: q[f] > stored["threshold"][f] and q[f] > 0,
-        stored["W_dec"],
-        stored["b_dec"],
-        None if first else lambda x: x @ stored["affine_skip_connection"],
-    )
+    through = None if first else lambda x: x @ stored["affine_skip_connection"]
+    theta = stored["threshold"]
+    z, y = slow(X, stored["W_enc"].T, stored, lambda q, f: q[f] > max(theta[f], 0), through)
     compare(transcoder, z, y, X)
     assert (layer, transcoder.after_norm) == (3, True)
     assert transcoder.reads == ("normalized" if first else "input")
@@ -184,15 +172,8 @@ def test_saelens_computes_the_same(tmp_path, skip, jump):
     write(tmp_path, stored, "sae_weights.safetensors", cfg_json=config)
     [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
     theta = stored.get("threshold", torch.zeros(F))
-    z, y = slow(
-        X,
-        stored["W_enc"].T,
-        stored["b_enc"],
-        lambda q, f: q[f] > 0 and q[f] > theta[f],
-        stored["W_dec"],
-        stored["b_dec"],
-        (lambda x: x @ stored["W_skip"].T) if skip else None,
-    )
+    through = (lambda x: x @ stored["W_skip"].T) if skip else None
+    z, y = slow(X, stored["W_enc"].T, stored, lambda q, f: q[f] > max(theta[f], 0), through)
     compare(transcoder, z, y, X)
     assert (layer, transcoder.reads) == (5, "normalized")
 
@@ -214,10 +195,8 @@ def test_linear_settings_of_topk_are_folded(tmp_path, rescale, subtract):
     z, y = slow(
         X - stored["b_dec"] * subtract,
         stored["W_enc"].T,
-        stored["b_enc"],
+        stored,
         lambda q, f: q[f] > 0 and f in (q * norms).topk(k).indices,
-        stored["W_dec"],
-        stored["b_dec"],
     )
     assert transcoder.k == k
     compare(transcoder, z * norms, y, X)
