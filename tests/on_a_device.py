@@ -45,7 +45,6 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.models.verify import verify
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -248,7 +247,6 @@ def attributions(model):
     return [
         p.attribution(model, PAIR, method="gradient"),
         p.attribution(model, PAIR, part="q", direction="noise", sites="neurons"),
-        p.attribution(model, PAIR, part="pattern", sites="neurons"),
         p.attribution(model, PAIR, method=p.Estimate("integrated", budget=0, steps=2)),
     ]
 
@@ -256,7 +254,7 @@ def attributions(model):
 def circuit(model):
     ranking = p.attribution(model, PAIR, sites=EVERYWHERE, method=NO_REPAIRS)
     how = {"n_random": 1, "ablation": "mean"}
-    curve = circuits.faithfulness(model, PAIR, ranking, shares=[0.4, 1.0], **how)
+    curve = circuits.faithfulness(model, PAIR, ranking, shares=[0.4], **how)
     how = {"sites": EVERYWHERE, "search": circuits.Search(**how)}
     secant = p.Estimate("secant", budget=0)
     circuit = circuits.discover(model, PAIR, faithfulness=0.5, method=secant, **how)
@@ -283,7 +281,7 @@ def weights(model):
 
 def paths(model):
     edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N29", "logits"], "z")
-    results = [p.path_patch(model, PAIR, edges, top=top) for top in (None, 3)]
+    results = [p.path_patch(model, PAIR, edges, top=3)]
     results.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
     expanded = circuits.path_expansion(model, ALONE)
     results += [expanded.logits, expanded.paths(3)]
@@ -343,7 +341,7 @@ def test_half_precision():
         model = moved(bridge, "gpt2", "exposed", "exact")(HERE).to(torch.bfloat16)
         torch.set_default_device(ELSEWHERE)
         try:
-            for use in (passes, sweeps, weights):
+            for use in (passes, sweeps):
                 use(model)
         finally:
             torch.set_default_device(None)
@@ -384,9 +382,9 @@ def grown(model):
 
 def compared(model):
     larger = grow(model, d_mlp=41, seed=0)
-    sizes = growth.ComparisonSizes(batch_size=2, n_patched=3, n_nodes=0)
+    sizes = growth.ComparisonSizes(batch_size=2, n_patched=1, n_nodes=0)
     contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
-    resampling = growth.Resampling(n_resamples=3)
+    resampling = growth.Resampling(n_resamples=2)
     comparison = compare(model, larger, contrast, sizes=sizes, resampling=resampling)
     return comparison.heads, comparison.neurons, comparison.new, comparison.circuits
 
@@ -446,7 +444,6 @@ def test_a_training_goes_on(tmp_path):
 
 HEADS = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
 COUNTED = {
-    "repairs": (lambda *given: p.attribution(*given, method=p.Estimate(budget=3)), 6_000, 90),
     "sweep of few names": (
         lambda *given: p.activation_patch(
             *given, sites=[f"L{i % 12}N{3 + 2 * i}" for i in range(17)]
@@ -503,26 +500,6 @@ def test_kernels_and_waits(counted, name):
     assert second[0] <= kernels
     assert second[1] <= waits
     assert first[0] <= kernels + 8_000
-
-
-@of_bridges
-def test_circuits_of_a_batch_cost_what_one_does(counted):
-    counts = []
-
-    def measure(model, contrast):
-        sites = p.attribution(model, contrast, sites=p.Sites(HEADS, "all"), method=NO_REPAIRS).frame
-        pair, metric = contrast.pair(model), contrast.metric
-        ablated = AblatedModel(model, pair, metric, sites, ablation="resample")
-        device = SimulatedDevice.current()
-        for n in (1, 7):
-            device.counts.clear()
-            ablated.curves([np.arange(5 + i) for i in range(n)], n_random=n)
-            counts.append((device.total("kernel"), device.synchronisations))
-
-    counted(measure)
-    one, many = counts[:2]
-    assert one[1] == many[1] <= 2
-    assert many[0] - one[0] <= 12  # recorded keys and values are not copied for one
 
 
 # The device itself
