@@ -450,12 +450,6 @@ COUNTED = {
         ),
         *(2_000, 80),  # 73 needed; a wait for each name would add 17
     ),
-    "graph": (
-        lambda model, contrast: circuits.attribution_graph(
-            model, dataclasses.replace(contrast, corrupted=None), top=50
-        ),
-        *(7_000, 48),  # 46 needed; a wait for each node would add 50
-    ),
 }
 """A call, and how many kernels and waits it may take the second time, when checks are known."""
 

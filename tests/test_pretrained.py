@@ -134,16 +134,3 @@ def test_missing_and_unknown_tensors(tmp_path):
 
 
 TINY = training.Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11, epochs=30)
-
-
-@needs_hooked_transformer
-def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path):
-    from dataclasses import replace
-
-    whole = training.train(TINY, tmp_path / "whole")
-    training.train(replace(TINY, epochs=13), tmp_path / "parts")
-    parts = training.train(TINY, tmp_path / "parts")
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, parts.state_dict()[name]), name
-    with pytest.raises(ValueError, match="choose another --out"):
-        training.train(replace(TINY, seed=3), tmp_path / "parts")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from analyses.tools import train_transcoders as training
 from attn_only_lens import pretrained
-from attn_only_lens.heads.transcoder import Transcoder
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english" / "transcoders"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
@@ -101,20 +100,6 @@ def test_no_feature_is_a_copy_of_another():
         )
         alike = torch.minimum(encoders @ encoders.T, decoders @ decoders.T)
         assert alike.fill_diagonal_(0).max() < 0.9995
-
-
-def test_equal_features_are_merged_exactly():
-    generator = torch.Generator().manual_seed(0)
-    W_enc, W_dec = (torch.randn(n, generator=generator) for n in ((7, 5), (5, 7)))
-    W_enc[:, 3], W_dec[3] = W_enc[:, 1], W_dec[1]
-    W_dec = torch.nn.functional.normalize(W_dec, dim=1)
-    threshold, b_enc = torch.full((5,), 0.25), torch.tensor([0.5, 0.125, 0.0, 0.125, 1.0])
-    five = Transcoder(W_enc, W_dec, b_enc, torch.zeros(7), "jumprelu", threshold=threshold)
-    four = training.to_float32({0: training.without_copies(five)})[0]
-    assert (four.d_features, four.threshold[1]) == (4, 0.5)
-    x = torch.randn(11, 7, generator=generator)
-    expected = five.decode(five.encode(x))
-    torch.testing.assert_close(four.decode(four.encode(x)), expected, rtol=0, atol=0.01)  # float16
 
 
 @pytest.mark.filterwarnings("ignore")

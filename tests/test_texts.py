@@ -25,7 +25,6 @@ from attn_only_lens import (
     Contrast,
     chat_tokens,
     expose_neuron_heads,
-    grow,
     load,
     token_texts,
 )
@@ -305,15 +304,3 @@ def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
     pair = Contrast(["w1 w2", "w1"], ["w1 w3", "w1"], p.loss()).pair(bridge)
     assert pair.mask.sum(1).tolist() == [3, 2]
     assert pair.clean.max() < D_VOCAB
-
-
-@pytest.mark.parametrize(("bos", "begins"), [(True, [BOS]), (False, [])])
-def test_a_grown_folder_has_the_tokenizer_of_its_source(bos, begins, tmp_path):
-    folder = chat_folder(tmp_path / "model", bos=bos)
-    grown = grow(load(folder), d_mlp=41)
-    written = grown.save_pretrained(tmp_path / "grown")
-    for alone in map(AutoTokenizer.from_pretrained, (folder, written)):
-        assert alone("w1 w2")["input_ids"] == [W1, W2]
-        assert (alone.bos_token, alone.chat_template) == ("<bos>" if bos else None, TEMPLATE)
-    for bridge in (grown.model, load(written)):
-        assert checked_tokens(bridge, "w1 w2").tolist() == [[*begins, W1, W2]]

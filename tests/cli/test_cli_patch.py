@@ -1,16 +1,16 @@
 """Tests of `attn-only-lens patch`: the sweep that it writes, printed output, and errors."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from bridges import hf_folder
-from typer.testing import CliRunner
+from common import run_cli
 
 from attn_only_lens import Contrast, expose_neuron_heads, load, save, viz
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 TEXTS = ("--clean", CLEAN, "--corrupted", CORRUPTED, "--answer", "w13", "--wrong", "w17")
@@ -18,8 +18,7 @@ TOKENS = ("--token-ids", "--clean", "0,7,9,11", "--corrupted", "0,8,9,11")
 NUMBERS = (*TOKENS, "--answer", 17, "--wrong", 21)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["patch", *(str(argument) for argument in arguments)])
+run = partial(run_cli, "patch")
 
 
 @pytest.fixture(scope="module")
@@ -81,30 +80,17 @@ def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
     assert viz.sweep_heatmap(sweep).data[0].x[0].startswith("changed ")
 
 
-@pytest.mark.parametrize(
-    ("options", "how"),
-    [
-        (["--corrupted", "0,8,9,11", "--part", "k"], {"part": "k"}),
-        (["--direction", "zero", "--sites", "L0N5@1,L1H1@-1"], {"direction": "zero"}),
-    ],
-    ids=["keys", "one prompt"],
-)
-def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
-    """The key part selects attention heads only; an ablation needs no corrupted prompt."""
+def test_an_ablation_needs_no_corrupted_prompt(folder, tmp_path):
     out = tmp_path / "sweep.csv"
     prompt = ("--token-ids", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
+    sites = ["L0N5@1", "L1H1@-1"]
+    options = ("--direction", "zero", "--sites", ",".join(sites))
     result = run(folder, *prompt, "--out", out, *options)
     assert result.exit_code == 0, result.output
     frame = p.Sweep.load(out).frame
-    if "part" in how:
-        resample = torch.tensor([0, 8, 9, 11])
-        assert set(frame["kind"]) == {"attention"}
-    else:
-        resample, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
-        assert frame["position"].tolist() == [1, -1]
-    reference = expected(
-        folder, torch.tensor([0, 7, 9, 11]), resample, metric=p.logit_diff(17, 21), **how
-    )
+    assert frame["position"].tolist() == [1, -1]
+    how = {"metric": p.logit_diff(17, 21), "direction": "zero", "sites": sites}
+    reference = expected(folder, torch.tensor([0, 7, 9, 11]), None, **how)
     np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
 
 

