@@ -169,22 +169,6 @@ def test_attention_only_models_and_other_dtypes():
     assert same_bits(grown.shrink(), half)
 
 
-def test_what_is_not_function_comes_along():
-    model = build("rotary")
-    model.eval()
-    model.blocks[2].mlp.W_in.requires_grad_(False)
-    model.tokenizer = object()
-    numbers = torch.get_rng_state()
-    grown = grow(model, growth.compose(growth.InsertLayer(0), growth.AddNeurons(2))).model
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert not any(module.training for module in grown.modules())
-    assert grown.tokenizer is model.tokenizer
-    frozen = [name for name, p in grown.named_parameters() if not p.requires_grad]
-    assert frozen == ["blocks.3.mlp.W_in"]
-    pointers = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
-    assert not pointers & {tensor.data_ptr() for tensor in grown.state_dict().values()}
-
-
 @pytest.mark.parametrize("mode", ["kaiming_normal", "muP"])
 def test_own_is_transformerlens_own(mode):
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
