@@ -34,7 +34,6 @@ ODD = {
     "stream": growth.WidenStream(11),
     "layer": growth.InsertLayer(1),
 }
-WRITTEN |= {"queries": "attn.W_K", "stream": "mlp.W_out", "layer": "mlp.W_out"}
 LN = {"norm": "LN", "final_norm": "LN"}
 # Constants of the weights
 CASES = {
