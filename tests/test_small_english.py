@@ -15,7 +15,7 @@ from analyses.tools import train_small_english as training
 from attn_only_lens import pretrained
 from attn_only_lens.errors import UnsupportedCallError
 
-pytestmark = [pytest.mark.both_versions, pytest.mark.numeric]
+pytestmark = pytest.mark.numeric
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
@@ -36,6 +36,7 @@ def tokenizer():
 CLASSES = [False, pytest.param(True, marks=needs_hooked_transformer)]
 
 
+@pytest.mark.both_versions
 @pytest.mark.parametrize("hooked", CLASSES)
 @torch.no_grad()
 def test_its_logits_are_those_of_transformers(hooked, llama):

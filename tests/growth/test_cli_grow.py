@@ -11,14 +11,13 @@ from common import relative, run_cli, tokens
 from attn_only_lens import load, save
 from attn_only_lens.growth import read, read_provenance
 
-pytestmark = pytest.mark.both_versions
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return hf_folder(tmp_path_factory.mktemp("source"), "llama")
 
 
+@pytest.mark.both_versions
 def test_grow(source, tmp_path):
     out = tmp_path / "out"
     result = run_cli("grow", source, out, "--d-mlp", 41, "--n-layers", 3, "--d-model", 52)

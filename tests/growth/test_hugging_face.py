@@ -170,7 +170,6 @@ def test_the_folder_is_transformers_own(name, tmp_path):
     assert all(p.grad.isfinite().all() for p in alone.parameters() if p.grad is not None)
 
 
-@pytest.mark.both_versions
 def test_what_else_is_in_the_folder(tmp_path):
     bridge = boot("gpt2", torch.float32)
     bridge.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path / "tokenizer")

@@ -85,7 +85,6 @@ def test_some_heads_only():
     assert (values[0, :, 5:] == 0).all()
 
 
-@pytest.mark.both_versions
 def test_what_is_not_function_comes_along(tmp_path):
     bridge = native("rotary")
     bridge.eval()

@@ -79,7 +79,6 @@ def test_identity_is_that_of_the_weights_in_any_form():
         identity("gpt2")
 
 
-@pytest.mark.both_versions
 @pytest.mark.parametrize("init", [growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
 def test_files(init, tmp_path):
     steps = (
