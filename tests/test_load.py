@@ -20,8 +20,6 @@ from attn_only_lens._load import is_hooked
 from attn_only_lens.errors import CheckpointError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-both_versions = pytest.mark.both_versions
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -48,7 +46,7 @@ def change_weights(folder, change):
 # Which models are loaded
 
 
-@both_versions
+@pytest.mark.both_versions
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float32)])
 def test_a_folder_is_what_boot_transformers_makes_of_it(name, dtype, tmp_path):
     folder = hf_folder(tmp_path / "model", name)
@@ -103,7 +101,7 @@ def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_p
         load("tiny/other")
 
 
-@both_versions
+@pytest.mark.both_versions
 def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.setattr("attn_only_lens._load.snapshot_download", None)
     monkeypatch.chdir(tmp_path)
@@ -138,7 +136,7 @@ def test_folders_of_hooked_transformers():
     assert is_hooked(DATA)
 
 
-@both_versions
+@pytest.mark.both_versions
 def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder, dtype="bfloat16")).model, tmp_path / "saved")
     got = load(saved)
@@ -158,7 +156,7 @@ COMMANDS = {
 }
 
 
-@both_versions
+@pytest.mark.both_versions
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

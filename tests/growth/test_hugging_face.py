@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bridges import EVERY, FAMILIES, boot, bridged, original, randomise
+from bridges import FAMILIES, boot, bridged, original, randomise
 from common import D_VOCAB, relative
 from growing import cached, in_float64, state, worst_activation
 from tiny_tokenizer import tiny_tokenizer
@@ -29,10 +29,8 @@ pytestmark = pytest.mark.numeric
 EXACT, FLOAT32 = LOGIT_TOLERANCE[torch.float64], LOGIT_TOLERANCE[torch.float32]
 NAMES = ("gpt2", "neox", "neox_sequential", "llama", "granite", "mistral", "qwen2", "qwen3")
 NAMES += ("gemma", "gemma2", "gemma3", "phi", "phi3", "olmo2")
-HERE = [name for name in NAMES if name in EVERY]
 # A family of each structure. The folders of all are tested below.
-STRUCTURES = [name for name in ("gpt2", "neox", "llama", "gemma2", "phi3") if name in EVERY]
-STRUCTURES += [name for name in ("qwen3", "olmo2", "granite") if name in EVERY]
+STRUCTURES = ("gpt2", "neox", "llama", "gemma2", "phi3", "qwen3", "olmo2", "granite")
 STEPS = {
     "d_mlp": growth.AddNeurons(4),
     "n_heads": growth.AddHeads(2),
@@ -41,8 +39,6 @@ STEPS = {
     "n_layers": growth.InsertLayer(at=1),
 }
 ALL = growth.compose(*STEPS.values())
-# Norms of BERT stand on the stream: it gets neither layers nor coordinates (test_post_norm.py).
-ALL_OF = {"bert": growth.compose(*list(STEPS.values())[:3])}
 # Sizes that each family's configuration accepts, with n_heads in groups of 2.
 FITTING = {"d_mlp": 41, "n_heads": 4, "d_head": 20, "d_model": 80, "n_layers": 3}
 
@@ -116,8 +112,6 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS)
 def test_variants(name, changes, monkeypatch):
-    if name not in HERE:
-        pytest.skip("this family is run with transformer-lens 4: make pytest4")
     if rope := changes.get("rope_parameters"):
         usual = FAMILIES[name].config().rope_parameters
         changes = changes | {"rope_parameters": {**usual, **rope}}
@@ -152,7 +146,7 @@ def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(name, bre
 # Folders
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_folder_is_transformers_own(name, tmp_path):
     bridge, tokens = boot(name, torch.float32), prompts()
     logits = bridge(tokens)
@@ -207,7 +201,10 @@ def test_what_else_is_in_the_folder(tmp_path):
             "26.* is not a multiple of the number of attention heads .4.",
         ),
         ("llama", growth.AddNeurons(4, layers=[1]), "layers differ in d_mlp"),
-        ("bert", ALL_OF["bert"], "heads of width 19 need hidden_size 76, but it is 26; sav"),
+        (
+            *("bert", growth.compose(STEPS["n_heads"], STEPS["d_head"])),
+            "heads of width 19 need hidden_size 76, but it is 26; sav",
+        ),
     ],
 )
 def test_sizes_that_no_configuration_has_are_in_our_own_folder(name, step, reason, tmp_path):

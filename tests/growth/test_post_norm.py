@@ -15,7 +15,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import grow, growth, load
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.numeric
@@ -28,7 +27,7 @@ ALL = growth.compose(
     growth.WidenQueriesAndKeys(6),
     growth.AddNeurons(4),
 )
-NAMES = ["bert"] if HAS_HOOKED_TRANSFORMER else ["bert", "roberta"]  # 3.9 does not support RoBERTa
+NAMES = ("bert", "roberta")
 
 
 def model_of(name, dtype=torch.float64):

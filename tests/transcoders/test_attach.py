@@ -6,7 +6,6 @@ from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import FEATURES, bridge, drawn, hooked, layers_of
 
 from attn_only_lens.heads import has_neuron_heads
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import attach
 
 pytestmark = [
@@ -16,8 +15,6 @@ pytestmark = [
 
 BRIDGES = ("gpt2", "gemma2", "olmo2", "gptj", "native_gated")
 HOOKED = ("no_norm", "norms_before_and_after", "post_norm", "rms_pre")
-if HAS_HOOKED_TRANSFORMER:
-    BRIDGES = ("gpt2",)
 NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
 NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
 SHARED_NORM = ("gptj",)
