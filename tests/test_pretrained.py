@@ -41,16 +41,6 @@ def test_it_is_as_accurate_as_its_metrics_say():
         assert measured[loss] == pytest.approx(METRICS[loss], rel=0.02)
 
 
-def test_its_architecture():
-    model = pretrained.modular_addition()
-    cfg = model.cfg
-    sizes = (cfg.n_layers, cfg.d_model, cfg.n_heads, cfg.d_mlp, cfg.d_vocab, cfg.d_vocab_out)
-    assert sizes == (1, 128, 4, 512, 114, 113)
-    assert (cfg.act_fn, cfg.normalization_type) == ("silu", None)
-    for name, parameter in model.named_parameters():
-        assert ".b_" not in name or parameter.abs().max() == 0
-
-
 def test_models_made_in_inference_mode_can_be_trained(tmp_path):
     tokens = pretrained.modular_addition_tokens()[:3]
     with torch.inference_mode():

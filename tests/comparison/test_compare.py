@@ -20,8 +20,6 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
     growth,
-    load,
-    save,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputWarning
@@ -376,28 +374,6 @@ def test_another_model_of_the_same_shape_is_refused(grown_and_not, change):
     provenance = replace(grown.provenance, source=identity(model))
     comparison = compare(model, grown, by_loss(tokens()), provenance=provenance, **QUICK)
     assert len(comparison.neurons) == 2 * 37
-
-
-@pytest.mark.parametrize(
-    "same_model",
-    [
-        lambda model, folder: model.to(torch.bfloat16),
-        lambda model, folder: load(save(bridges.exposed_copy(model), folder)),
-    ],
-    ids=["bfloat16", "exposed and saved"],
-)
-def test_the_same_model_is_known_again(grown_and_not, same_model, tmp_path):
-    model, grown = grown_and_not
-    source = grown.provenance.source
-    there = same_model(deepcopy(model), tmp_path / "saved")
-    assert source.differences(identity(there)) == []
-    with torch.no_grad():  # control: a change is detected
-        there.blocks[1].mlp.W_out[0] *= 2
-    assert len(source.differences(identity(there))) == 1
-    # A model in half precision also matches the same model in double precision.
-    low = grow(deepcopy(model).to(torch.float16), d_mlp=41).provenance.source
-    assert low.differences(identity(model)) == []
-    assert low.differences(identity(moved(model, lambda model: model.W_E.neg_())))
 
 
 def test_a_provenance_of_no_model_is_refused(grown_and_not):

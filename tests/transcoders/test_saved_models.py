@@ -183,19 +183,6 @@ def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
     assert not hasattr(model.blocks[0].mlp, "hook_error")
 
 
-def test_hooks_are_refused_and_stay(tmp_path):
-    """As for every bridge: a saved model has no hooks."""
-    model, fired = bridge("gpt2"), []
-    attach(model, layers_of(model))
-    save(model, tmp_path / "saved")
-    model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: fired.append(1))
-    with pytest.raises(CheckpointError, match=r"hooks are attached .* would not be saved"):
-        save(model, tmp_path / "hooked")
-    assert not (tmp_path / "hooked").exists()
-    model(tokens())
-    assert fired
-
-
 @needs_hooked_transformer
 def test_hooks_of_hooked_transformers_are_not_saved_and_stay(tmp_path):
     model, fired = hooked("gelu"), []
