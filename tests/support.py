@@ -99,9 +99,9 @@ class Kit:
 
     @cached_property
     def comparison(self):
-        sizes, resampling = growth.ComparisonSizes(n_patched=2, n_nodes=5), growth.Resampling(7)
+        sizes = growth.ComparisonSizes(n_patched=2, n_nodes=5)
         contrast = Contrast(tokens(), None, p.loss())
-        return lens.compare(self.model, self.grown, contrast, sizes=sizes, resampling=resampling)
+        return lens.compare(self.model, self.grown, contrast, sizes=sizes)
 
     def sweep(self, heads=("L0H1", "L1N3"), metric=METRIC, positions=-1):
         sites = p.Sites(heads, positions=positions)
@@ -501,7 +501,7 @@ OF_NO_MODEL = {
     ),
     # What users make to say what they want, and results that can be loaded.
     *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
-    *("ComparisonSizes", "Resampling"),
+    "ComparisonSizes",
     *("Sweep", "Paths", "Circuit", "CircuitGraph", "Comparison"),
     *("Example", "NeuronStatistics", "HeadStatistics"),
     # Shipped models, whose kinds are in the tables.

@@ -139,11 +139,10 @@ def test_every_analysis_is_that_of_the_bridge(name, analysis):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_comparison_with_a_grown_model_is_that_of_the_bridge(name):
-    sizes, resampling = growth.ComparisonSizes(n_patched=3, n_nodes=5), growth.Resampling(3)
-    options = {"sizes": sizes, "resampling": resampling}
+    sizes = growth.ComparisonSizes(n_patched=3, n_nodes=5)
     contrast = Contrast(tokens(1), None, p.loss())
     compared = [
-        compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), contrast, **options)
+        compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), contrast, sizes=sizes)
         for model in sources(name)
     ]
     got, expected = ([result.heads, result.circuits] for result in compared)

@@ -1,7 +1,6 @@
 """Tests of batches as a stream: accepted types, constant memory, and what is refused."""
 
 import gc
-import re
 import weakref
 
 import bridges
@@ -24,9 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformer_lens"),
 ]
 
-RESAMPLED = {"resampling": growth.Resampling(n_resamples=2)}
-FEW = {"sizes": growth.ComparisonSizes(n_patched=0, n_nodes=3), **RESAMPLED}
-NUMBERS = ["divergence", "cosine", "norm_ratio", "estimated_drop", "grown_estimated_drop"]
+FEW = {"sizes": growth.ComparisonSizes(n_patched=0, n_nodes=3)}
+NUMBERS = ["divergence", "cosine", "norm_ratio"]
+DROPS = ["drop", "grown_drop", "drop_change"]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,7 @@ def pair(tmp_path_factory):
 
 
 def in_batches(size):
-    sizes = growth.ComparisonSizes(batch_size=size, n_patched=0, n_nodes=3)
-    return {"sizes": sizes, **RESAMPLED}
+    return {"sizes": growth.ComparisonSizes(batch_size=size, n_patched=0, n_nodes=3)}
 
 
 def alone(prompts, metric=None):
@@ -58,55 +56,60 @@ def numbers(comparison, columns=NUMBERS):
 
 
 def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
+    """Patterns are of all prompts; circuits and drops are of the first batch."""
     clean, corrupted = tokens(batch=7), tokens(seed=1, batch=7)
     answers = list(range(7))  # which are cut with their prompts
     contrast = Contrast(clean, corrupted, p.logit_diff(answers, [x + 9 for x in answers]))
     whole = compare(*pair, contrast, **FEW)
     cut = compare(*pair, contrast, **in_batches(3))
-    streamed = compare(*pair, iter([contrast[:2], contrast[2:]]), **FEW)
+    streamed = compare(*pair, iter([contrast[:3], contrast[3:]]), **FEW)
     # These are sums of the same terms in another order.
     for comparison in (cut, streamed):
         np.testing.assert_allclose(numbers(comparison), numbers(whole), rtol=1e-9, atol=1e-13)
-        errors = numbers(comparison, ["divergence_se", "estimated_drop_change_se"])
-        np.testing.assert_allclose(
-            errors,
-            numbers(whole, ["divergence_se", "estimated_drop_change_se"]),
-            rtol=1e-6,
-            atol=1e-13,
-        )
-        np.testing.assert_allclose(comparison.new["share"], whole.new["share"], rtol=1e-9)
+        errors = numbers(comparison, ["divergence_se"]), numbers(whole, ["divergence_se"])
+        np.testing.assert_allclose(*errors, rtol=1e-6, atol=1e-13)
+        first = compare(*pair, contrast[:3], **FEW)
+        np.testing.assert_allclose(numbers(comparison, DROPS), numbers(first, DROPS), rtol=1e-9)
+        assert comparison.nodes["id"].tolist() == first.nodes["id"].tolist()
         assert comparison.about["n_prompts"] == 7
+        assert comparison.about["n_prompts_of_circuits"] == 3
     assert whole.new["share"].abs().max() > 1e-4
 
 
-def test_padding_is_no_token(pair):
-    """Texts of two lengths in a later batch give the same as each length alone."""
-    texts = ["w1 w2 w3 w4", "w5 w6", "w7 w8"]
-    others = ["w1 w9 w3 w4", "w5 w9", "w7 w10"]
-    metric, everything = p.logit_diff(3, 5), slice(0, 3)
-
-    def compared(*batches):
-        stream = (Contrast(texts[rows], others[rows], metric) for rows in batches)
-        return compare(*pair, stream, **FEW)
-
-    padded = compared(slice(0, 1), everything)
-    apart = compared(slice(0, 1), slice(0, 1), slice(1, 3))
-    assert padded.about["n_tokens"] == apart.about["n_tokens"] == 12
-    np.testing.assert_allclose(numbers(padded), numbers(apart), rtol=1e-8, atol=1e-12)
-    with pytest.raises(ComparisonError, match="prompt 0 has 4 tokens, and prompt 1 has 2"):
-        compared(everything)  # the circuits of the first batch have numbers as positions
-
-
-def test_texts_without_pairs_go_by_length(pair):
-    texts = ["w1 w2 w3", "w4 w5", "w6 w7 w8", "w9 w10"]
+def test_texts_of_any_length(pair):
+    """Padding is no token: drops and patterns are those of the texts, one by one."""
+    texts = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w9 w10"]
     comparison = compare(*pair, alone(texts), **FEW)
-    assert (comparison.about["n_prompts"], comparison.about["n_tokens"]) == (4, 10)
-    rows = [pair[0].to_tokens(text)[0].tolist() for text in texts]
-    padded = torch.tensor([row + [0] * (3 - len(row)) for row in rows])
-    masked = Contrast(padded, None, p.loss(), mask=torch.tensor([[1, 1, 1], [1, 1, 0]] * 2))
-    np.testing.assert_array_equal(numbers(compare(*pair, masked, **FEW)), numbers(comparison))
-    with pytest.raises(ComparisonError, match="a batch of prompts of 2 to 3 tokens without corr"):
-        compare(*pair, [alone(texts)], **FEW)
+    assert (comparison.about["n_prompts"], comparison.about["n_tokens"]) == (4, 11)
+    assert set(comparison.nodes["position"]) == {"all"}
+    assert not len(comparison.edges)
+    others = ["w4 w5 w6", "w6 w7", "w9 w10 w1 w2", "w1 w2"]  # the texts that follow
+    rows = [[int(word[1:]) for word in text.split()] for text in texts]
+    with_others = compare(*pair, Contrast(texts, others, p.loss()), **FEW)
+    np.testing.assert_array_equal(numbers(comparison, DROPS), numbers(with_others, DROPS))
+    single = [
+        compare(*pair, Contrast(text, other, p.loss()), **FEW)
+        for text, other in zip(texts, others, strict=True)
+    ]
+    weights = np.array([len(row) - 1 for row in rows])  # the loss is a mean over tokens
+    expected = np.average([numbers(one, DROPS) for one in single], axis=0, weights=weights)
+    np.testing.assert_allclose(numbers(comparison, DROPS), expected, rtol=1e-7, atol=1e-11)
+    expected = np.mean([numbers(one, ["divergence"]) for one in single], axis=0)
+    np.testing.assert_allclose(numbers(comparison, ["divergence"]), expected, rtol=1e-7, atol=1e-12)
+    assert all(one.heads["drop_change_se"].isna().all() for one in single)  # of one prompt
+    assert comparison.heads["drop_change_se"].notna().all()
+
+
+def test_a_text_that_begins_like_the_next_one(pair):
+    """The next text is one that differs, and a text that is too short is continued."""
+    comparison = compare(*pair, alone(["w1 w2", "w1 w2 w3", "w4 w5 w6 w7"]), **FEW)
+    others = ["w4 w5", "w4 w5 w6", "w1 w2 w1 w2"]
+    expected = compare(
+        *pair, Contrast(["w1 w2", "w1 w2 w3", "w4 w5 w6 w7"], others, p.loss()), **FEW
+    )
+    np.testing.assert_array_equal(numbers(comparison, DROPS), numbers(expected, DROPS))
+    with pytest.raises(ComparisonError, match="no other text for prompt 0"):
+        compare(*pair, alone(["w1 w2", "w1 w2 w3"]), **FEW)
 
 
 def live_bytes():
@@ -151,11 +154,11 @@ def test_bfloat16(pair):
     apart = logits - logits.roll(-1, 0)
     metric = p.logit_diff(apart.argmax(-1).tolist(), apart.argmin(-1).tolist())
     contrast = alone(prompts, metric)
-    every = numbers(compare(low, grow(low, d_mlp=41, seed=0), contrast, **FEW))
-    expected = numbers(compare(*pair, contrast, **FEW), ["estimated_drop"])
-    drops = every[:, NUMBERS.index("estimated_drop")]
-    assert np.corrcoef(drops, expected[:, 0])[0, 1] > 0.98
-    np.testing.assert_allclose(every[:, :3], [[0.0, 1.0, 1.0]] * len(every), atol=1e-3)
+    comparison = compare(low, grow(low, d_mlp=41, seed=0), contrast, **FEW)
+    expected = numbers(compare(*pair, contrast, **FEW), ["drop"])
+    assert np.corrcoef(numbers(comparison, ["drop"])[:, 0], expected[:, 0])[0, 1] > 0.98
+    every = numbers(comparison)
+    np.testing.assert_allclose(every, [[0.0, 1.0, 1.0]] * len(every), atol=1e-3)
 
 
 def native(**changes):
@@ -175,7 +178,7 @@ def test_what_is_refused(pair):
         ((grown.model, grown, good), {}, "the original has size 41 along d_mlp"),
         ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
         ((model, grown, iter([])), {}, "got no contrasts"),
-        ((model, grown, alone(prompts[:1])), {}, "only prompt 0 has 11 tokens"),
+        ((model, grown, alone(prompts[:1])), {}, "got no other text for prompt 0"),
         ((model, grown, good), {"null": null}, "the null model grew differently"),
         ((model, grown, good), {"null": 3}, "the null model: got an int"),
         ((model, grown, good), {"work": Work(batch_size=2)}, "does not use batch_size"),
@@ -187,7 +190,8 @@ def test_what_is_refused(pair):
         (alone(prompts + 41), "values from"),
         (alone(prompts, p.logit_diff(3, 99)), "99"),
         (alone(prompts, p.logit_diff([3, 3, 3], 5)), "3"),
-        (alone(prompts, p.logit_diff(3, 5)), "this metric is constant"),  # the same prompts, rolled
+        # the same prompts, rolled
+        (alone(prompts, p.logit_diff(3, 5)), "for which the values differ"),
     ):
         with pytest.raises((InputError, ComparisonError)) as error:
             compare(model, grown, contrast)
@@ -198,10 +202,8 @@ def test_what_is_refused(pair):
         *("got batch_size=0", "got n_patched=-1", "got n_nodes=1.5"),
         *("got faithfulness=2", "got edge_mass=0"),
     ]
-    with pytest.raises(ComparisonError, match="got confidence=2"):
-        growth.Resampling(confidence=2)
-    with pytest.raises(ComparisonError, match="got n_resamples=1; expected 2 or more, or 0 for n"):
-        growth.Resampling(1)
+    with pytest.raises(ComparisonError, match="got resamples=1; expected 2 or more, or 0 for none"):
+        growth.ComparisonSizes(resamples=1)
     point = grown.model.hook_dict["blocks.0.hook_in"]
     point.add_perma_hook(lambda value, hook: value)
     with pytest.raises(ComparisonError, match="the grown model: hooks are attached"):
@@ -227,62 +229,28 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
         assert not any(point._forward_hooks for point in side.hook_dict.values())
 
 
-def test_batches_of_any_size(pair):
-    """A batch of one prompt is paired with a prompt of the previous batch.
-
-    All prompts together are paired with the next one, wherever they are cut.
-    """
-    prompts = tokens(batch=5)
-    for sizes, others in (
-        ((2, 2, 1), (1, 0, 3, 2, 0)),
-        ((3, 1, 1), (1, 2, 0, 0, 0)),
-    ):
-        comparison = compare(*pair, map(alone, prompts.split(sizes)), **FEW)
-        expected = (
-            Contrast(*both, p.loss())
-            for both in zip(prompts.split(sizes), prompts[list(others)].split(sizes), strict=True)
-        )
-        expected = compare(*pair, expected, **FEW)
-        np.testing.assert_allclose(numbers(comparison), numbers(expected), rtol=1e-9, atol=1e-13)
-        assert comparison.about["n_prompts"] == 5
-    whole = numbers(compare(*pair, alone(prompts), **FEW))
-    for size in (1, 2):
-        cut = numbers(compare(*pair, alone(prompts), **in_batches(size)))
-        np.testing.assert_allclose(cut, whole, rtol=1e-9, atol=1e-13)
+def test_later_batches_may_have_any_prompts(pair):
+    """They need no corrupted prompts: one prompt, equal prompts, and another length."""
+    later = [alone(tokens(batch=1, pos=7)), alone(tokens(seed=4, batch=1).repeat(2, 1))]
+    comparison = compare(*pair, [alone(tokens(batch=3)), *later], **FEW)
+    assert comparison.about["n_prompts"] == 6
+    assert comparison.about["n_tokens"] == 3 * 11 + 7 + 2 * 11
 
 
-def test_prompts_may_repeat_in_a_later_batch(pair):
-    same = tokens(seed=4, batch=1).repeat(2, 1)
-    comparison = compare(*pair, map(alone, [tokens(batch=3), same]), **FEW)
-    assert comparison.about["n_prompts"] == 5
-    with pytest.raises(ComparisonError, match="2 or more different prompts"):
-        compare(*pair, iter([alone(same)]), **FEW)
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (lambda: alone(tokens(batch=1, pos=7)), "1 prompt of 7 tokens"),
-        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-    ],
-    ids=["alone", "its own"],
-)
-def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
-    def stream():
-        yield alone(tokens(batch=3))
-        yield alone(tokens(seed=1, batch=2))
-        yield last()
-
-    sizes = growth.ComparisonSizes(n_patched=3, n_nodes=3)
-    with pytest.raises(ComparisonError, match="the comparison stopped") as error:
-        compare(*pair, stream(), sizes=sizes, **RESAMPLED)
-    assert re.search(message, str(error.value), re.DOTALL)
-    so_far = error.value.so_far
+def test_an_error_in_a_later_batch_loses_nothing(pair):
     before = [alone(tokens(batch=3)), alone(tokens(seed=1, batch=2))]
-    expected = compare(*pair, before, **FEW)
+
+    def stream():
+        yield from before
+        yield 1 / 0
+
+    with pytest.raises(ComparisonError, match="the comparison stopped") as error:
+        compare(*pair, stream(), **FEW)
+    assert "ZeroDivisionError: division by zero" in str(error.value)
+    so_far, expected = error.value.so_far, compare(*pair, before, **FEW)
     assert np.array_equal(numbers(so_far), numbers(expected))
+    assert np.array_equal(numbers(so_far, DROPS), numbers(expected, DROPS))
     assert so_far.about["n_prompts"] == 5
-    assert so_far.heads["drop"].isna().all()
     assert mlp_hook("z", 0) not in pair[0].hook_dict
 
 
@@ -290,4 +258,4 @@ def test_an_error_of_the_first_batch_is_itself(pair):
     with pytest.raises(ComparisonError) as error:
         compare(*pair, iter([alone(tokens(batch=1))]), **FEW)
     assert error.value.so_far is None
-    assert "1 prompt of 11 tokens" in str(error.value)
+    assert "no other text for prompt 0" in str(error.value)

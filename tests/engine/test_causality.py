@@ -179,16 +179,11 @@ def means(model):
         return model(CLEAN)
 
 
-FEW = {
-    "sizes": growth.ComparisonSizes(n_patched=0, n_nodes=0),
-    "resampling": growth.Resampling(n_resamples=2),
-}
-
-
 def streamed(model):
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    return compare(model, grown, [ONE_LENGTH, MASKED], **FEW)
+    sizes = growth.ComparisonSizes(n_patched=0, n_nodes=0)
+    return compare(model, grown, [ONE_LENGTH, MASKED], sizes=sizes)
 
 
 def replaced(model):

@@ -104,11 +104,10 @@ def test_less_precise_products_are_no_reason_to_refuse(make, use):
 def test_a_comparison_is_made_by_the_users_setting():
     model = bridges.boot("native", torch.float32)
     sizes = growth.ComparisonSizes(batch_size=2, n_patched=3, n_nodes=0)
-    how = {"sizes": sizes, "resampling": growth.Resampling(n_resamples=3)}
     contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
     with tf32(least=5):
         larger = grow(model, d_mlp=41, seed=0)
-        comparison = compare(model, larger, contrast, **how)
+        comparison = compare(model, larger, contrast, sizes=sizes)
     assert len(comparison.heads)
 
 

@@ -21,17 +21,16 @@ def comparison_of_two(name="m"):
     every = pd.DataFrame(rows, columns=["name", "grown_name", "kind"]).assign(
         layer=0, grown_layer=1
     )
-    measures = ["divergence", "divergence_se", "cosine", "norm_ratio", "estimated_drop"]
-    measures += ["grown_estimated_drop", "estimated_drop_change", "estimated_drop_change_se"]
-    measures += [f"null_{m}" for m in ("divergence", "cosine", "norm_ratio")]
-    measures += ["null_estimated_drop_change"]
+    measures = ["divergence", "divergence_se", "cosine", "norm_ratio", "drop"]
+    measures += ["grown_drop", "drop_change", "drop_change_se"]
+    measures += [f"null_{m}" for m in ("divergence", "cosine", "norm_ratio", "drop_change")]
     every[measures] = rng.uniform(0.1, 0.9, (len(every), len(measures)))
+    every["exact"] = every["name"] != "L0H2"  # an estimate, which no page may show
     new = pd.DataFrame({"grown_name": ["L0N0", "L1N7"], "kind": "neuron", "grown_layer": [0, 1]})
-    new = new.assign(
-        estimated_drop=[0.25, -0.5], estimated_drop_se=0.01, share=[0.125, -0.0625], norm=1.0
-    )
+    new = new.assign(norm=1.0, drop=[0.25, -0.5], drop_se=0.01, share=[0.125, -0.0625])
+    new = new.assign(exact=True)
     overlap = {"first": 3, "second": 3, "kept": 2, "lost": 1, "gained": 1, "jaccard": 0.5}
-    overlap |= {"jaccard_low": 0.25, "jaccard_high": 0.75, "rank_correlation": 0.875}
+    overlap |= {"rank_correlation": 0.875, "jaccard_low": 0.25, "jaccard_high": 0.75}
     circuits = pd.DataFrame(
         [
             {"pair": pair, "what": what, **overlap}
@@ -47,7 +46,7 @@ def comparison_of_two(name="m"):
         ],
         columns=[
             *("id", "kind", "layer", "name", "position", "original_name", "status"),
-            *("effect", "grown_effect"),
+            *("share", "grown_share"),
         ],
     )
     edges = pd.DataFrame(
@@ -58,6 +57,9 @@ def comparison_of_two(name="m"):
         ],
         columns=["source", "target", "kind", "status", "weight", "grown_weight"],
     )
+    parts = pd.DataFrame({"part": ["in both circuits", "new neurons"], "n_sites": [2, 1]})
+    parts = parts.assign(drop=[0.5, np.nan], share=[0.5, np.nan])
+    parts = parts.assign(grown_drop=[0.375, 0.25], grown_share=[0.375, 0.25])
     labels = ("original", "grown", "null")
     about = {"model": name, "metric": "loss", "n_prompts": 5, "n_tokens": 55}
     about |= {"n_prompts_of_circuits": 3, "circuit_sizes": [3] * len(labels)}
@@ -66,7 +68,7 @@ def comparison_of_two(name="m"):
     heads, neurons = (every[every["kind"] == kind] for kind in ("attention", "neuron"))
     silent = neurons[["name", "grown_name", "kind", "layer", "grown_layer"]][:0]
     return Comparison(
-        *(heads, neurons, new, silent, circuits, nodes, edges, ("a", "</b>", "c"), about)
+        *(heads, neurons, new, silent, circuits, parts, nodes, edges, ("a", "</b>", "c"), about)
     )
 
 
@@ -80,13 +82,14 @@ def test_the_report(opened):
     shown.wait("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
     assert shown.texts("h1") == ["<img src=//x.invalid onerror=a()>: loss, original against grown"]
     tables = shown.js("return [...document.querySelectorAll('table')].map(t => t.rows.length)")
-    assert tables == [1 + 3, 1 + 4, 1 + 2, 1 + 10, 1 + 2]
+    assert tables == [1 + 2, 1 + 3, 1 + 4, 1 + 2, 1 + 9, 1 + 2]
+    assert "2 of the circuit's 3 sites are the same; joined: 1 new neuron (25%)." in shown.texts("p")
     last = shown.js(
         "return [...[...document.querySelectorAll('table')].at(-1).rows].map("
         "r => [...r.cells].map(c => c.textContent))"
     )
-    assert last[0] == list(comparison.new.columns)
-    assert last[1] == ["L0N0", "neuron", "0", "0.25", "0.01", "0.125", "1"]
+    assert last[0][:2] == ["name in the grown model", "kind"]
+    assert last[1] == ["L0N0", "neuron", "0", "1", "0.25", "0.01", "0.125"]
     drawn = shown.js(
         "return [...document.querySelectorAll('.js-plotly-plot')].map(p => p.data.map("
         "d => [d.name, [...d.y]]))"
@@ -100,7 +103,7 @@ def test_the_report(opened):
     assert scatter["new"] == [-0.5, 0.25]
     np.testing.assert_allclose(
         sorted(scatter["attention"]),
-        sorted(comparison.heads["grown_estimated_drop"]),
+        sorted(comparison.heads.query("exact")["grown_drop"]),
         rtol=1e-4,
     )
 

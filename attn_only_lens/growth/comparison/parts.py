@@ -22,7 +22,7 @@ from attn_only_lens.patching.columns import site_ids
 _OLD = {
     "kept": "in both circuits",
     "lost": "only in the original's circuit",
-    "gained": "old, only in the grown model's circuit",
+    "gained": "old, but only in the grown model's circuit",
 }
 
 

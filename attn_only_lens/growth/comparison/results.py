@@ -15,6 +15,12 @@ from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 _MANIFEST = "comparison.json"
+_JOINED = {
+    "old, but only in the grown model's circuit": "old site",
+    "new neurons": "new neuron",
+    "new heads": "new head",
+    "in new layers": "other site",
+}
 
 
 class _Manifest(TypedDict):
@@ -84,17 +90,15 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What became of the circuit: "17 of 25 sites are the same; 6 new neurons carry 21%"."""
-        nodes, parts = self.circuits.iloc[0], self.parts
+        """What became of the circuit: "17 of the circuit's 25 sites are the same; joined: …"."""
+        nodes = self.circuits.iloc[0]
         same = f"{nodes['kept']:.0f} of the circuit's {nodes['first']:.0f} sites are the same"
-        rows = parts[~parts["part"].isin(["in both circuits", "only in the original's circuit"])]
-        others = [
-            f"{n:.0f} {part if part.startswith('new') else f'sites ({part})'} carry {share:.0%}"
-            for part, n, share in zip(
-                rows["part"], rows["n_sites"], rows["grown_share"], strict=True
-            )
+        rows = self.parts.set_index("part")[["n_sites", "grown_share"]]
+        joined = [
+            f"{n:.0f} {_JOINED[part]}{'s' * (n != 1)} ({share:.0%})"
+            for part, n, share in rows[rows.index.isin(_JOINED)].itertuples()
         ]
-        return "; ".join([same, *others])
+        return same + f"; joined: {', '.join(joined)}" * bool(joined)
 
     def summary(self) -> pd.DataFrame:
         """Summarize the changes for each layer of the original and each kind of component.
