@@ -15,11 +15,13 @@ search has three steps. Each step starts from the best circuit so far:
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
                without a smaller circuit. If no short prefix suffices, it starts from the prefix
                with the smallest error, and adds and removes some sites until the error is small.
-    pruning    The circuit is evaluated without each chunk of sites; then as many chunks as possible
-               are removed together. If none can be, chunks are halved, down to single sites.
+    pruning    From a circuit of more than 64 sites, as many as possible of those that add least to
+               it are removed, again and again. Then the circuit is evaluated without each chunk of
+               sites, and as many chunks as possible are removed together. If none can be, chunks
+               are halved, down to single sites.
 
 At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
-that is shorter than the circuit. A circuit of at most 1,000 sites is therefore minimal in two ways:
+that is shorter than the circuit. A circuit of at most 128 sites is therefore minimal in two ways:
 it becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
 sufficient. A smaller circuit may still exist.
 """
@@ -46,8 +48,8 @@ _STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes, for 
 _LEAST = 16  # a round ranks prefixes of up to this size, or twice the circuit's
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
-_SMALL, _LARGE = 64, 1000  # circuits between these sizes are pruned in chunks, then site by site
-_REMOVALS = 12  # how many numbers of chunks are removed together
+_SMALL, _LARGE = 64, 128  # circuits between these sizes are pruned in chunks, then site by site
+_REMOVALS = 12  # how many numbers of sites or chunks are removed together
 Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "2 circuit"], int | None]
 """A generator that yields circuits, receives their faithfulness and errors, and returns a size."""
@@ -117,7 +119,7 @@ class SearchRun:
         circuit = self.rank_again(circuit) if rank_again else circuit
         if len(circuit) == self._ablated.n_sites > _SHORT:  # no short prefix suffices
             circuit = min(self.prefixes(orders), key=len)
-        circuit = self.prune(circuit)
+        circuit = self.prune(self.without_worthless(circuit) if rank_again else circuit)
         if self._near is not None:
             return circuit
         shorter = self.shorter_prefix(orders.values(), circuit)
@@ -230,22 +232,39 @@ class SearchRun:
             circuit = changed[int(errors.argmin())]
         return every
 
+    def without_worthless(self, circuit: Rows) -> Rows:
+        """Remove the sites that add least, many at a time, while the circuit is large."""
+        while len(circuit) > _SMALL:
+            worth = self._ablated.worth(circuit)[circuit]
+            best_first = circuit[np.argsort(-worth, kind="stable")]
+            numbers = np.unique(np.geomspace(1, len(circuit) - 1, _REMOVALS).round().astype(int))
+            fewer = [best_first[:-number] for number in numbers]
+            smaller = self._smallest_sufficient("pruning", circuit, fewer)
+            if len(smaller) == len(circuit):
+                break
+            circuit = smaller
+        return circuit
+
     def prune(self, circuit: Rows) -> Rows:
         """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
         n_chunks = 16 if len(circuit) > _SMALL else len(circuit)
         while True:
-            finest = min(len(circuit), _LARGE)
+            finest, n_before = min(len(circuit), _LARGE), len(circuit)
             n_chunks = min(n_chunks, finest)
-            fewer = self._without_chunks(circuit, np.array_split(circuit, n_chunks))
-            if len(fewer) < len(circuit):
-                circuit = fewer
-            elif n_chunks == finest:
-                return circuit
-            else:
+            chunks = np.array_split(circuit, n_chunks)
+            while chunks:  # then those that could have gone, too
+                circuit, chunks = self._without_chunks(circuit, chunks)
+            if n_chunks < finest:
                 n_chunks *= 2
+            elif len(circuit) == n_before:
+                return circuit
 
-    def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Return the smallest sufficient circuit found by removing several chunks together."""
+    def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> tuple[Rows, list[Rows]]:
+        """Return the smallest sufficient circuit found by removing several chunks together.
+
+        Also return the chunks that could have been removed alone, but were not removed; none if no
+        chunk was removed.
+        """
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         values, errors = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(errors[i], len(rest))]
@@ -261,7 +280,10 @@ class SearchRun:
             for n in np.unique(np.geomspace(1, max(1, len(order)), _REMOVALS).round().astype(int))
             if len(order)
         ]
-        return self._smallest_sufficient("pruning", circuit, rests)
+        smallest = self._smallest_sufficient("pruning", circuit, rests)
+        if len(smallest) == len(circuit):
+            return circuit, []
+        return smallest, [chunks[i] for i in can_go if np.isin(chunks[i], smallest).all()]
 
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
         """Return the shortest sufficient prefix, or the circuit if no shorter prefix suffices."""
