@@ -249,18 +249,22 @@ class SearchRun:
         """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
         n_chunks = 16 if len(circuit) > _SMALL else len(circuit)
         while True:
-            finest = min(len(circuit), _LARGE)
+            finest, n_before = min(len(circuit), _LARGE), len(circuit)
             n_chunks = min(n_chunks, finest)
-            fewer = self._without_chunks(circuit, np.array_split(circuit, n_chunks))
-            if len(fewer) < len(circuit):
-                circuit = fewer
-            elif n_chunks == finest:
-                return circuit
-            else:
+            chunks = np.array_split(circuit, n_chunks)
+            while chunks:  # then those that could have gone, too
+                circuit, chunks = self._without_chunks(circuit, chunks)
+            if n_chunks < finest:
                 n_chunks *= 2
+            elif len(circuit) == n_before:
+                return circuit
 
-    def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Return the smallest sufficient circuit found by removing several chunks together."""
+    def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> tuple[Rows, list[Rows]]:
+        """Return the smallest sufficient circuit found by removing several chunks together.
+
+        Also return the chunks that could have been removed alone, but were not removed; none if no
+        chunk was removed.
+        """
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         values, errors = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(errors[i], len(rest))]
@@ -276,7 +280,10 @@ class SearchRun:
             for n in np.unique(np.geomspace(1, max(1, len(order)), _REMOVALS).round().astype(int))
             if len(order)
         ]
-        return self._smallest_sufficient("pruning", circuit, rests)
+        smallest = self._smallest_sufficient("pruning", circuit, rests)
+        if len(smallest) == len(circuit):
+            return circuit, []
+        return smallest, [chunks[i] for i in can_go if np.isin(chunks[i], smallest).all()]
 
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
         """Return the shortest sufficient prefix, or the circuit if no shorter prefix suffices."""
