@@ -111,10 +111,13 @@ def test_a_stream_that_is_normalized_is_compared_without_its_mean():
     assert not host_of(bridges.exposed_copy(bridges.boot("llama"))).reads_centred()
     grown = grow(model, growth.compose(growth.AddNeurons(5), growth.AddHeads(3)), seed=0)
     metric = p.logit_diff([3, 5, 7], [4, 6, 8])
-    comparison = compare(model, grown, Contrast(tokens(batch=3), None, metric), **FAST)
+    contrast = Contrast(tokens(batch=3), None, metric)
+    comparison = compare(model, grown, contrast, **QUICK)
     assert (components(comparison)["cosine"] - 1).abs().max() < SAME
     assert comparison.new["share"].abs().max() < SAME
     assert comparison.circuits["jaccard"].min() == 1
+    with pytest.raises(InputError, match="n_nodes=0 compares only the nodes"):
+        compare(model, grown, contrast, **FAST)
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,9 @@ def test_the_report(opened):
     assert shown.texts("h1") == ["<img src=//x.invalid onerror=a()>: loss, original against grown"]
     tables = shown.js("return [...document.querySelectorAll('table')].map(t => t.rows.length)")
     assert tables == [1 + 2, 1 + 3, 1 + 4, 1 + 2, 1 + 9, 1 + 2]
-    assert "2 of the circuit's 3 sites are the same; joined: 1 new neuron (25%)." in shown.texts("p")
+    assert "2 of the circuit's 3 sites are the same; joined: 1 new neuron (25%)." in shown.texts(
+        "p"
+    )
     last = shown.js(
         "return [...[...document.querySelectorAll('table')].at(-1).rows].map("
         "r => [...r.cells].map(c => c.textContent))"

@@ -31,6 +31,7 @@ from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.positions import length_reasons
 from attn_only_lens.engine.sites import Sites
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.growth.comparison.alignment import Alignment
 from attn_only_lens.growth.comparison.clean_runs import MODELS
 from attn_only_lens.growth.comparison.options import ComparisonSizes
@@ -49,7 +50,8 @@ _STATUSES = {"both": "kept", "left_only": "lost", "right_only": "gained"}
 class ModelCircuit:
     """One model's circuit. Frames have the grown model's names.
 
-    `nodes` has `id`, `name`, `position` and `share`, the node's share of what the circuit keeps.
+    `nodes` has `id`, `name`, `position` and `share`, the node's share of what the circuit keeps or,
+    without edges, its effect in the ranking.
     `edges` has `source`, `target`, `kind` and `weight`.
     """
 
@@ -129,13 +131,16 @@ def _with_edges(
     ids = site_ids(circuit.frame)
     share = -circuit.frame["effect"]  # a patch with the corrupted output removes it
     edges = pd.DataFrame(columns=[*_EDGE, "weight"])
-    if circuit.candidates.positions != "all" and len(circuit):
-        graph = attribution_graph(model, contrast, sites=circuit)
+    if sizes.n_nodes and circuit.candidates.positions != "all":
+        try:
+            graph = attribution_graph(model, contrast, sites=circuit)
+        except (InputError, UnsupportedModelError) as error:
+            more = "n_nodes=0 compares only the nodes of circuits, without edges"
+            raise type(error)([*error.reasons, more], error.problem) from error
         share = ids.map(graph.heads.set_index("id")["attribution"] / graph.value)
-        if sizes.n_nodes:
-            graph = graph.prune(top=sizes.n_nodes) if len(circuit) > sizes.n_nodes else graph
-            edges = graph.prune_edges(sizes.edge_mass).edges
-            edges = edges.loc[~edges["source"].isin(["rest", "offset"]), [*_EDGE, "weight"]]
+        graph = graph.prune(top=sizes.n_nodes) if len(circuit) > sizes.n_nodes else graph
+        edges = graph.prune_edges(sizes.edge_mass).edges
+        edges = edges.loc[~edges["source"].isin(["rest", "offset"]), [*_EDGE, "weight"]]
 
     def renamed(ids: "pd.Series[str]") -> "pd.Series[str]":
         parts = ids.astype(str).str.partition("@")

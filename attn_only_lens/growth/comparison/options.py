@@ -16,7 +16,8 @@ class ComparisonSizes:
         faithfulness: the target for the circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
         n_patched: how many components to patch exactly, by the largest |drop|; None: all.
-        n_nodes: the largest number of sites of each circuit between which edges are computed.
+        n_nodes: the largest number of sites of each circuit between which edges are computed; 0
+            for models that have no attribution graph, such as BERT.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         resamples: how many times to search for circuits again on a random half of the first batch,
             for the intervals of their overlap: 0, or 2 or more. Each costs one more search in every

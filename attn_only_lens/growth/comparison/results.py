@@ -16,10 +16,10 @@ from attn_only_lens.storage.tables import TableFields, read_table, write_table
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 _MANIFEST = "comparison.json"
 _JOINED = {
-    "old, but only in the grown model's circuit": "old site",
-    "new neurons": "new neuron",
-    "new heads": "new head",
-    "in new layers": "other site",
+    "old, but only in the grown model's circuit": ("old site", "old sites"),
+    "new neurons": ("new neuron", "new neurons"),
+    "new heads": ("new head", "new heads"),
+    "in new layers": ("site in new layers", "sites in new layers"),
 }
 
 
@@ -70,7 +70,8 @@ class Comparison:
             original, and `grown_drop` and `grown_share` in the grown model, all exact.
         nodes: nodes in either circuit, with the grown model's names: `id`, `kind`, `layer`, `name`,
             `position`, `original_name` (missing if new), `status`, and `share` and `grown_share`,
-            the node's shares of what the circuits keep.
+            the node's shares of what the circuits keep or, without edges, its effects in the
+            ranking.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,
             `grown_weight`.
         tokens: the tokens of the first batch's first prompt, as strings.
@@ -95,7 +96,7 @@ class Comparison:
         same = f"{nodes['kept']:.0f} of the circuit's {nodes['first']:.0f} sites are the same"
         rows = self.parts.set_index("part")[["n_sites", "grown_share"]]
         joined = [
-            f"{n:.0f} {_JOINED[part]}{'s' * (n != 1)} ({share:.0%})"
+            f"{n:.0f} {_JOINED[part][n > 1]} ({share:.0%})"
             for part, n, share in rows[rows.index.isin(_JOINED)].itertuples()
         ]
         return same + f"; joined: {', '.join(joined)}" * bool(joined)
