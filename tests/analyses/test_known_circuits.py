@@ -16,7 +16,6 @@ from analyses.benchmark import bounds, scoring, tasks, twins
 from analyses.benchmark.disguise import disguise, parts
 from analyses.benchmark.methods import EDGES, NODES
 from analyses.benchmark.tracr_cuts import logits_without
-from analyses.tools import train_twins
 from attn_only_lens import HeadName, convert
 
 pytestmark = needs_hooked_transformer
@@ -163,37 +162,6 @@ def test_parts_outside_a_twins_design_hardly_matter():
 
     assert program.agrees(put(nodes["name"][~nodes["true"]]), expected)
     assert not program.agrees(put(nodes["name"][nodes["true"]]), expected)
-
-
-@torch.no_grad()
-def test_the_code_that_trains_twins_runs_them_as_transformer_lens_does():
-    program = tasks.load("sum_with_previous")
-    twin = twins.load_twin(program)
-    tokens, _, _ = next(program.batches())
-    plain = train_twins.run(twin, tokens, {})
-    assert (plain.logits - twin(tokens)).abs().max() < SAME
-    for part in ((0, "H", (0,)), (0, "N", (1, 4))):
-        rows = torch.arange(len(tokens)).roll(1)
-        put = train_twins.replacements(plain, rows, [[part]] * len(tokens))
-        layer, letter, indices = part
-        name = f"blocks.{layer}." + ("attn.hook_z" if letter == "H" else "mlp.hook_post")
-
-        def replace(x, hook, indices=indices):
-            x = x.clone()
-            x[:, :, list(indices)] = x.roll(1, 0)[:, :, list(indices)]
-            return x
-
-        expected = twin.run_with_hooks(tokens, fwd_hooks=[(name, replace)])
-        assert (train_twins.run(twin, tokens, put).logits - expected).abs().max() < SAME
-        assert (expected - plain.logits).abs().max() > 0.1
-
-
-def test_training_twins(tmp_path):
-    train_twins.main(out=tmp_path, steps=20, smoke=True)
-    assert {path.name for path in (tmp_path / "seed0").iterdir()} == {
-        "frac_prevs.json",
-        "frac_prevs.safetensors",
-    }
 
 
 def test_auroc_is_the_share_of_pairs_in_order():

@@ -210,5 +210,4 @@ def test_the_longest_prompts_fill_the_memory():
 def test_every_benchmark_takes_a_device():
     scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*/*.py")}
     measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
-    measuring |= {"on_gpu"}
     assert not [name for name in measuring if "    device: Device = " not in scripts[name]]

@@ -1,7 +1,7 @@
 """Tests that compiled programs compute RASP's outputs in every form, and have the right edges.
 
 Three oracles share no code with the tested code: the RASP interpreter's outputs and Tracr's own
-logits, both stored by `analyses/tools/compile_tracr.py`, and edges derived by hand.
+logits, both stored with the programs, and edges derived by hand.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tests of bilinear gates: their heads, their bounds over all reals, and their fit."""
+"""Tests of bilinear gates: their heads, their bounds over all reals, and why they are no neurons."""
 
 import dataclasses
 import math
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.tools import fit_gates
 from analyses.tools.certificates import certified_bound
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.bilinear import BilinearGate
@@ -137,22 +136,6 @@ def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
     for dtype in (torch.float32, torch.float64):
         q = torch.logspace(1.7, 30, 211, dtype=dtype)
         assert torch.equal(gate.activation(q), q)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "m"), [("silu", 1), ("relu", 1), ("gelu", 8), ("gelu_new", 8)])
-def test_finite_at_every_finite_input(name, m, dtype):
-    gate, limit = bilinear_gate(name, m), torch.finfo(dtype).max
-    sizes = torch.logspace(-8, math.log10(limit) - 0.01, 307, dtype=torch.float64).to(dtype)
-    q = torch.cat([-sizes, sizes, torch.tensor([-limit, -0.0, 0.0, limit], dtype=dtype)])
-    for values in (gate.scores(q), gate.scores(q).softmax(-1), gate.pattern(q)):
-        assert values.dtype == dtype
-        assert values.isfinite().all()
-    result, exact = gate.activation(q).double(), q.double().clamp(min=0)
-    assert result.isfinite().all()
-    # For large |q| every activation is relu, and each product is rounded to the dtype once.
-    far = q.abs() > 40
-    assert ((result - exact).abs()[far] <= torch.finfo(dtype).eps * exact[far] + 1e-9).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -336,33 +319,6 @@ def test_refusals_say_what_there_is(arguments, words):
 def test_a_certificate_refuses_what_its_proof_does_not_cover(gate, words):
     with pytest.raises(ValueError, match=words):
         certified_bound(gate)
-
-
-# the fit
-
-
-@pytest.mark.parametrize("target", fit_gates.TARGETS)
-@pytest.mark.parametrize("m", HEADS)
-def test_polishing_the_pinned_terms_gains_nothing(target, m):
-    pinned = fit_gates.pinned(target, m)
-    before = fit_gates.largest_error(target, pinned)
-    # Control: polishing corrects a step of 1e-3 away from the pinned terms.
-    moved = pinned + [[0, 1e-3, 1e-3 if pair else 0] for pair in pinned[:, 2] > 0]
-    assert fit_gates.largest_error(target, moved) > 1.005 * before
-    for start in (pinned, moved):
-        after = fit_gates.largest_error(
-            target, fit_gates.polish(target, start, fit_gates.nodes(600), 200)
-        )
-        assert 0.99 * before < after < 1.003 * before
-
-
-@pytest.mark.parametrize("target", fit_gates.TARGETS)
-@pytest.mark.parametrize("m", [1, 2])
-def test_the_fit_from_nothing_finds_the_pinned_terms(target, m):
-    terms = fit_gates.pin(target, fit_gates.search(target, m))
-    np.testing.assert_allclose(terms, fit_gates.pinned(target, m), atol=1e-4)
-    pinned = fit_gates.largest_error(target, fit_gates.pinned(target, m))
-    assert fit_gates.largest_error(target, terms) == pytest.approx(pinned, rel=1e-3)
 
 
 # Why not SiLU neurons
