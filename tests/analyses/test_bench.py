@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch

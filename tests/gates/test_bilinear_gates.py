@@ -1,4 +1,4 @@
-"""Tests of bilinear gates: their heads, their bounds over all reals, and why they are no neurons."""
+"""Tests of bilinear gates: their heads, their bounds, and why they are no SiLU neurons."""
 
 import dataclasses
 import math
@@ -116,17 +116,6 @@ def test_heads_that_are_not_mirrored_keep_their_signs():
 
 
 @pytest.mark.parametrize(("name", "m"), PINNED)
-def test_patterns_mirror(name, m):
-    """p(-q) = 1 - p(q): the heads of a pair swap, and so do self and bias."""
-    gate = bilinear_gate(name, m)
-    order = [gate.c.index(-c) if c else j for j, c in enumerate(gate.c)]
-    q = torch.randn(SHAPE, dtype=torch.float64)
-    mirrored = gate.pattern(-q)[..., order, :].flip(-1)
-    torch.testing.assert_close(mirrored, gate.pattern(q), rtol=1e-13, atol=1e-16)
-    assert [gate.w[j] for j in order] == list(gate.w)
-
-
-@pytest.mark.parametrize(("name", "m"), PINNED)
 def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
     gate = bilinear_gate(name, m)
     assert sum(map(Fraction, gate.w)) == 1
@@ -143,6 +132,24 @@ def test_half_precision_is_rounded_once(dtype):
     gate, q = bilinear_gate("gelu", 8), torch.linspace(-12, 12, 997).to(dtype)
     assert torch.equal(gate.activation(q), gate.activation(q.float()).to(dtype))
     assert torch.equal(gate.pattern(q), gate.pattern(q.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "m", "limit"),
+    [("silu", 1, None), ("relu", 1, None), ("gelu", 8, None), ("relu", 6, 8)],
+)
+def test_finite_at_every_finite_input(name, m, limit, dtype):
+    gate, largest = bilinear_gate(name, m, limit=limit), torch.finfo(dtype).max
+    q = torch.tensor([-largest, -300.0, -1.0, 0.0, 1.0, 300.0, largest], dtype=dtype)
+    for values in (gate.scores(q), gate.scores(q).softmax(-1), gate.pattern(q), gate.activation(q)):
+        assert values.dtype == dtype
+        assert values.isfinite().all()
+    if limit is None:  # for large |q|, every activation is relu
+        far = q[[0, 1, -2, -1]].double()
+        assert gate.activation(q).double()[[0, 1, -2, -1]].tolist() == pytest.approx(
+            far.clamp(min=0).tolist(), rel=torch.finfo(dtype).eps, abs=1e-99
+        )
 
 
 # bounds
@@ -220,7 +227,7 @@ def test_one_head_is_exact_where_the_theorem_says_so(name):
         assert abs(mixture(gate, q) - activation(name, q)) < 1e-15
 
 
-@pytest.mark.parametrize("tolerance", [None, 0.1, 1e-4, 1e-9, 1e-12])
+@pytest.mark.parametrize("tolerance", [None, 0.1, 1e-12])
 def test_the_slope_of_relu_follows_from_the_tolerance(tolerance):
     gate = bilinear_gate("relu", tolerance=tolerance)
     largest = mpmath.lambertw(mpmath.exp(-1)).real / mpmath.mpf(gate.b[0])
@@ -229,14 +236,6 @@ def test_the_slope_of_relu_follows_from_the_tolerance(tolerance):
     worst = (1 + largest * gate.b[0]) / gate.b[0]  # x = 1 + W(1/e)
     for q in (worst, -worst):
         assert abs(mixture(gate, q) - activation("relu", q)) == pytest.approx(largest, rel=1e-12)
-
-
-def test_the_error_of_relu_follows_from_the_slope():
-    for slope in (0.5, 50, 1e6):
-        gate = bilinear_gate("relu", slope=slope)
-        largest = mpmath.lambertw(mpmath.exp(-1)).real / mpmath.mpf(slope)
-        assert gate.b == (slope,)
-        assert largest <= gate.bound < largest * mpmath.mpf("1.000001")
 
 
 def test_the_slope_of_relu_does_not_amplify_float32():
@@ -292,13 +291,11 @@ def test_the_fewest_heads_within_a_tolerance():
     [
         (("solu",), ["'solu'", "gelu_new", "relu"]),
         (("gelu", 3), ["heads=3", "[1, 2, 4, 6, 8]"]),
-        (("silu", 2), ["heads=2", "[1]"]),
         (("relu", 2), ["heads=2", "[1]"]),
         (("gelu", None, 1e-9), ["within 1e-09", "8 heads: 5.863e-08", "GATES['gelu']"]),
         (("gelu", 2, 1e-3), ["within 0.001", "2 heads: 0.004219"]),
         (("relu", None, 0.0), ["tolerance=0.0", "at least 1e-12"]),
         (("gelu", None, math.nan), ["tolerance=nan"]),
-        (("silu", None, -1.0), ["tolerance=-1.0"]),
     ],
 )
 def test_refusals_say_what_there_is(arguments, words):
@@ -334,8 +331,7 @@ def silu(x):
     return x / (1 + mpmath.exp(-x))
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6, 8])
-@pytest.mark.parametrize("kind", ["plain", "gated"])
+@pytest.mark.parametrize(("kind", "heads"), [("plain", 2), ("plain", 8), ("gated", 12)])
 def test_heads_with_an_offset_are_no_sum_of_silu_neurons(kind, heads):
     """Residues at conjugate poles are opposite for SiLU, so a sum of SiLU terms has none here.
 
@@ -343,8 +339,6 @@ def test_heads_with_an_offset_are_no_sum_of_silu_neurons(kind, heads):
     alone, since no two heads of a gate share a pole.
     """
     limit = None if kind == "plain" else 3.0
-    if limit and heads == 2:
-        heads = 12
     gate = bilinear_gate("gelu", heads, limit=limit)
     terms = [term for term in zip(gate.w, gate.b, gate.c, strict=True) if term[2] < math.inf]
     assert len({(-c / b, abs(b)) for _, b, c in terms}) == len(terms)
