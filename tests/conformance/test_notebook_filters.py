@@ -26,10 +26,8 @@ FILTERS = {
     **{f"*{x}*": lambda name, x=x: x in name and not name.endswith(OFF) for x in PARTS},
 }
 MODELS = {
-    "hooked": lambda: models.build("gelu"),
     "gated hooked": lambda: models.build("llama"),
     "bridge": lambda: boot("gpt2"),
-    "compatible bridge": lambda: boot("gpt2", state="names"),
     "gated bridge": lambda: boot("llama", state="names"),
 }
 EACH = [
@@ -43,7 +41,7 @@ def words(names):
     return {word for name in names for word in re.split(r"[._]", name) if not word.isdecimal()}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_no_word_of_another_hook_selects_a_neuron_head(family):
     """A filter made from any word in a bridge's hook names selects no neuron-head."""
     bridge = boot(family, state="names")
@@ -68,10 +66,6 @@ def selected(model, how, chosen):
         return model.run_with_cache(CLEAN, names_filter=chosen)[1].cache_dict
     if how == "run_with_hooks":
         model.run_with_hooks(CLEAN, return_type=None, fwd_hooks=[(chosen, look)])
-    elif how == "add_hook":
-        model.add_hook(chosen, look)
-        model(CLEAN)
-        model.reset_hooks()
     else:
         for name, point in model.hook_dict.items():
             if chosen(name):
@@ -81,7 +75,7 @@ def selected(model, how, chosen):
     return seen
 
 
-@pytest.mark.parametrize("how", ["run_with_cache", "run_with_hooks", "add_hook", "hook_dict"])
+@pytest.mark.parametrize("how", ["run_with_cache", "run_with_hooks", "hook_dict"])
 @pytest.mark.parametrize("make", EACH)
 @torch.no_grad()
 def test_filters_select_what_they_select_on_the_plain_model(make, how):
@@ -137,21 +131,9 @@ def induction_scores(model):
     return scores
 
 
-def padding_masks(model):
-    """Return the logits with the first three tokens masked for all heads, by a loop over hooks."""
-    hidden = (torch.arange(CLEAN.shape[1]) < 3)[None, None, None, :]
-    for name, hook_point in model.hook_dict.items():
-        if name.endswith("pattern"):
-            hook_point.add_hook(lambda x, hook: x.masked_fill(hidden, 0.0))
-    logits = model(CLEAN)
-    model.reset_hooks()
-    return logits
-
-
 FUNCTIONS = {
     "path patching": path_patching,
     "induction scores": induction_scores,
-    "masks on patterns": padding_masks,
 }
 
 
@@ -161,8 +143,6 @@ FUNCTIONS = {
 @torch.no_grad()
 def test_functions_of_notebooks_do_what_they_do_on_the_plain_model(make, function):
     plain, exposed = make(), expose_neuron_heads(make()).model
-    expected, logits = function(plain), plain(CLEAN)
+    expected = function(plain)
     assert torch.equal(function(exposed), expected)
     assert expected.std() > 1e-6
-    if expected.shape == logits.shape:
-        assert (expected - logits).abs().max() > 1e-3, "the control"
