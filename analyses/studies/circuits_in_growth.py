@@ -344,7 +344,8 @@ def run_all(setting: Setting) -> Tables:
     by_seed = [of_seed(recipe, seed, setting.runs, setting.device) for seed in seeds]
     made = {part: pd.concat([frames[part] for frames in by_seed]) for part in by_seed[0]}
     made["effects"] = made["effects"].query("seed == 0").drop(columns="seed")
-    exact = of_seed(recipe, 0, setting.runs, setting.device, p.activation_patch)[""]
+    patched = replace(recipe, arms=("neurons",)) if setting.smoke else recipe
+    exact = of_seed(patched, 0, setting.runs, setting.device, p.activation_patch)[""]
     made["exact"] = exact[[*COMPARED_BY, *COMPARED]]
     return as_stored(as_csv(made, "%.4g"))
 

@@ -59,11 +59,6 @@ def test_the_naive_way_computes_the_same_function():
     assert table["pattern MiB"]["stock attention"] * 2**20 == 4 * 37 * 7 * 7
 
 
-def test_cached_bytes_counts_shared_storage_once():
-    tensor = torch.zeros(5, 7)
-    assert bench_convert.cached_bytes({"a": tensor, "b": tensor[:2], "c": tensor.clone()}) == 280
-
-
 def test_the_bound_counts_the_flops_of_the_model():
     """The formula equals torch's flop counter."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -214,15 +214,6 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
     assert rearrange(stack, "h b (x y) -> h b x y", x=2).shape == (len(stack), 2, 2, 13)
 
 
-def test_neurons_before_a_block(pair):
-    """Before block 3, the neurons of layer 1, only the neurons of layer 0 have written."""
-    _, _, cache = pair
-    for layer, layers in [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)]:
-        stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
-        assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)], layer
-        assert len(stack) == len(labels)
-
-
 def test_get_neuron_results():
     _, _, cache = caches("llama")
     got = cache.get_neuron_results(3, neuron_slice=(2, 9), pos_slice=5)
@@ -301,15 +292,6 @@ def test_what_is_normed_on_its_way(normed):
     projected, some = cache.stack_neuron_results(layer=-1, return_labels=True, **how)
     rows = [labels.index(label) for label in some]
     torch.testing.assert_close(projected, whole[rows] @ PROJECTION, rtol=EXACT, atol=1e-9)
-
-
-def test_logit_attrs(pair):
-    name, source, cache = pair
-    if name == "no_norm":
-        return
-    actual = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
-    reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(actual, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):

@@ -207,19 +207,6 @@ def test_no_hook_stays_after_an_error():
     assert not any(point.has_hooks() for point in converted.hook_points())
 
 
-@torch.no_grad()
-def test_permanent_hooks():
-    converted = convert(build("gelu"))
-    clean = converted(tokens())
-    converted.add_perma_hook("blocks.3.attn.hook_z", lambda z, hook: 0 * z)
-    ablated = converted(tokens())
-    converted.reset_hooks()
-    assert torch.equal(converted(tokens()), ablated)
-    assert relative(ablated, clean) > 1e-3
-    converted.reset_hooks(including_permanent=True)
-    assert torch.equal(converted(tokens()), clean)
-
-
 def shift(x, hook):
     x[:, :, 1] += 0.4
     return x
