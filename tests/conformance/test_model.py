@@ -244,35 +244,6 @@ def test_ungrouping_after_conversion():
     assert relative(converted(tokens()), source(tokens())) <= 1e-12
 
 
-def test_inference_mode():
-    """A model converted and run in inference mode gives bitwise the same values outside."""
-    source = build("parallel", d_vocab_out=41)
-    outside = convert(source)
-    generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
-    halve = [(lambda n: n.endswith("hook_z"), lambda z, hook: 0.5 * z)]
-    everything = [(lambda n: True, lambda x, hook: None)]
-
-    def runs(model):
-        logits, cache = model.run_with_cache(tokens())
-        return [
-            model(tokens()),
-            logits,
-            *cache.values(),
-            model.run_with_hooks(tokens(), fwd_hooks=halve),
-            model.run_with_hooks(tokens(), fwd_hooks=everything),
-            model.generate(tokens()[:1, :5], use_past_kv_cache=False, **generate),
-        ]
-
-    with torch.no_grad():
-        expected = runs(outside)
-    with torch.inference_mode():
-        converted = convert(source, copy_weights=True)
-        got = runs(converted)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    converted(tokens(), return_type="loss").backward()
-    assert converted.W_in.is_inference() is False
-
-
 NEURON_WEIGHTS = ("W_in", "b_in", "W_out", "b_out", "W_gate")
 
 
