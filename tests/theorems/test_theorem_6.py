@@ -145,23 +145,6 @@ def test_every_stream_output_and_pattern(pre_norm):
     assert relative(run.result, widened(end)) < TOLERANCE
 
 
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_sublayer_by_sublayer_on_the_definitions(pre_norm):
-    """Without biases, with sublayers in any order and D + 1 coordinates, X′_j = X_j ⊕ [1]."""
-    sublayers = (random_mlp(), random_heads(), random_heads(), random_mlp(), random_mlp())
-    norms = tuple(LayerNorm(rand(D), rand(D)) for _ in sublayers)
-    final = LayerNorm(rand(D), rand(D)) if pre_norm else None
-    original = Transformer(sublayers, norms, pre_norm, final)
-    X = rand(N, D)
-    expected = original.run(X)
-    run = attention_only(original, N, D).run(direct_sum(X, 1.0))
-    for got, want in zip((*run.stream, run.result), (*expected.stream, expected.result),
-                         strict=True):  # fmt: skip
-        assert relative(got[:N, :D], want) < TOLERANCE
-        assert not got[:N, D].any()
-        assert got[N].tolist() == [0.0] * D + [1.0]
-
-
 def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
     """The paper's LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] is false for a stock LayerNorm."""
     Y, gain, bias = rand(N, D), rand(D), rand(D)
