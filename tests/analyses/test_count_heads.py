@@ -5,6 +5,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from analyses.post import (
+    PlainLayer,
+    PlainTransformer,
+    StreamCoordinates,
+    post_transformer,
+)
 from analyses.tools.count_heads import HeadCounts, head_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -71,3 +77,21 @@ def test_flops_are_torchs():
     assert flops(lambda: neuron_heads(pos + 1)) == pos * counts.masked_flops(pos)
     assert flops(lambda: neuron_heads(pos)) != pos * counts.masked_flops(pos)  # control
     assert flops(lambda: x @ meta(d_model, d_mlp) @ meta(d_mlp, d_model)) == pos * counts.mlp_flops
+
+
+def test_the_posts_heads_are_those_of_its_construction():
+    """As built, all heads count; as worded, the rank of the two matrices over d_head counts."""
+    d_model, n_heads, d_head, d_mlp, n_ctx = 7, 3, 2, 28, 5
+    counts = HeadCounts(d_model, n_heads, d_head, d_mlp)
+    shapes = dict.fromkeys(("W_Q", "W_K", "W_V"), (n_heads, d_model, d_head))
+    shapes |= dict.fromkeys(("b_Q", "b_K", "b_V"), (n_heads, d_head))
+    shapes |= {"W_O": (n_heads, d_head, d_model), "b_O": (d_model,)}
+    shapes |= {"W_1": (d_model, d_mlp), "b_1": (d_mlp,), "W_2": (d_mlp, d_model), "b_2": (d_model,)}
+    plain = PlainLayer(**{name: torch.randn(shape) for name, shape in shapes.items()})
+    (layer,) = post_transformer(PlainTransformer((plain,)), n_ctx, omega=10.0).layers
+    assert list(counts.post_heads(built=True).values()) == [len(s.W_Q) for s in layer.sublayers]
+    ranks = [int(torch.linalg.matrix_rank(weight)) for weight in (plain.W_1, plain.W_2)]
+    worded = counts.post_heads()
+    assert [worded["into_hidden"], worded["out_of_hidden"]] == [-(-r // d_head) for r in ranks]
+    assert (worded["attention"], worded["activation"]) == (n_heads, d_mlp)
+    assert counts.post_width(n_ctx) == StreamCoordinates(n_ctx, d_model, d_mlp).width
