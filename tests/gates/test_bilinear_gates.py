@@ -221,6 +221,14 @@ def test_the_slope_of_relu_follows_from_the_tolerance(tolerance):
         assert abs(mixture(gate, q) - activation("relu", q)) == pytest.approx(largest, rel=1e-12)
 
 
+def test_the_error_of_relu_follows_from_the_slope():
+    for slope in (0.5, 50, 1e6):
+        gate = bilinear_gate("relu", slope=slope)
+        largest = mpmath.lambertw(mpmath.exp(-1)).real / mpmath.mpf(slope)
+        assert gate.b == (slope,)
+        assert largest <= gate.bound < largest * mpmath.mpf("1.000001")
+
+
 def test_the_slope_of_relu_does_not_amplify_float32():
     """A relative error of a pre-activation gives an equal one of the activation for any slope."""
     q = torch.linspace(-7, 7, 100_003)
