@@ -326,7 +326,7 @@ def figure(rows: pd.DataFrame) -> Figure:
     for column, axis in enumerate(axes):
         for panel, cost in zip(panels[:, column], ("seconds", "peak MiB"), strict=True):
             for number, call in enumerate(CALLS):
-                some = rows[(rows["axis"] == axis) & (rows["call"] == call)]
+                some = rows[(rows["axis"] == axis) & (rows["call"] == call) & (rows[cost] > 0)]
                 panel.loglog(some["size"], some[cost], "o-", ms=3, color=f"C{number}", label=call)
             panel.minorticks_off()
         sizes = sorted(set(rows["size"][rows["axis"] == axis]))

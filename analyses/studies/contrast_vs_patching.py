@@ -111,7 +111,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
         return [Contrast(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
 
     if setting.smoke:
-        module = small.Recipe(n_layers=2, d_model=8, n_heads=2, d_mlp=21).model()
+        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=21).model()
         tiny: Any = build_bridge_from_module(module, "LlamaForCausalLM", hf_config=module.config)
         tiny.tokenizer = small.tokenizer()
         english = expose_neuron_heads(tiny).model
@@ -430,7 +430,7 @@ def ranked(model: Any, contrasts: list[Contrast]) -> Rows:
 
 def run(setting: Setting) -> Tables:
     """Measure all models."""
-    sizes = Sizes(nodes=7, edges=6, steps=1, shuffles=5, graph=40) if setting.smoke else Sizes()
+    sizes = Sizes(nodes=11, edges=20, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
     measures = {
         "attributions": attributions,
         "rankings": rankings,

@@ -208,7 +208,7 @@ def test_no_hook_stays_after_an_error():
 
 
 def shift(x, hook):
-    x[:, :, 1] += 0.4
+    x[..., ::2] += 0.4  # not all coordinates: a norm removes a shift of all
     return x
 
 
