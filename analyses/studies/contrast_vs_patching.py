@@ -111,7 +111,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
         return [Contrast(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
 
     if setting.smoke:
-        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=21).model()
+        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model()
         tiny: Any = build_bridge_from_module(module, "LlamaForCausalLM", hf_config=module.config)
         tiny.tokenizer = small.tokenizer()
         english = expose_neuron_heads(tiny).model

@@ -229,7 +229,7 @@ def arms(
         for name, effect in effects.items():
             for order in ("magnitude", "signed"):
                 best = here.ranked(rankings["secant"], order, effect)
-                for size in SIZES[:2] if smoke else SIZES:
+                for size in SIZES[:1] if smoke else SIZES:
                     row = {"sites": kind, "arm": f"{name}, {order}", "size": size}
                     yield row | {"passes": COST[name]} | judged(there, best[:size])
         for size in LEARNED[:1] if smoke else LEARNED:
@@ -287,7 +287,7 @@ def run(setting: Setting) -> Tables:
             how = {"hf_config": tiny.config, "tokenizer": source.tokenizer}
             source = build_bridge_from_module(tiny, "LlamaForCausalLM", **how)
         english = expose_neuron_heads(source.to(setting.device), copy=True).model
-        truth = probabilities(english, 2 if smoke else N_FRESH)
+        truth = probabilities(english, 1 if smoke else N_FRESH)
         sites, batches = resampled(english, *((1, 2) if smoke else (BATCH, RESAMPLES)))
         model, pairs = english, [agreement(english, n, seed=n) for n in (17, 5)]
         if smollm2 and data and not smoke:
