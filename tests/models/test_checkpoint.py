@@ -12,14 +12,22 @@ from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
+from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens import convert, expose_neuron_heads, grow, growth, load, save
+from attn_only_lens import (
+    Bilinear,
+    calibrate,
+    convert,
+    expose_neuron_heads,
+    grow,
+    growth,
+    load,
+    save,
+)
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST, hooked, save_load
 from attn_only_lens.models.source_folder import load_source
-
-KINDS = ("gelu", "llama", "local", "alibi", "parallel", "gemma", "post_norm")
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +55,27 @@ def same(a, b):
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["gelu", "local", "alibi", "parallel", "gemma", "post_norm"])
 @torch.no_grad()
 def test_round_trip(name, tmp_path):
+    """The model is saved as it is now."""
     model = convert(build(name, seed=5))
     model.set_use_attn_result(True)
+    model.blocks[3].attn.W_out.data[29] = 0.0
     random = torch.get_rng_state()
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(torch.get_rng_state(), random)
     same(model, loaded)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_dtypes(dtype, tmp_path):
-    model = convert(build("llama", dtype=dtype))
-    same(model, load(save(model, tmp_path / "saved")))
+def test_bilinear_gates_in_bfloat16(tmp_path):
+    source = build("llama", dtype=torch.bfloat16, scale=0.2)
+    gate = Bilinear(4, calibration=calibrate(source, tokens()))
+    model = convert(source, gate=gate)
+    loaded = load(save(model, tmp_path / "saved"))
+    same(model, loaded)
+    assert loaded.cfg.gating == model.cfg.gating
     wide = load(tmp_path / "saved", dtype="float64")
     assert torch.equal(wide(tokens()), model.to(torch.float64, print_details=False)(tokens()))
 
@@ -83,27 +96,15 @@ def test_ties_frozen_parameters_and_mode(tmp_path):
 
 
 @torch.no_grad()
-def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
-    converted = convert(build("gelu"), copy_weights=True)
-    converted.blocks[3].attn.W_out.data[29] = 0.0
-    loaded = load(save(converted, tmp_path / "saved"))
-    same(converted, loaded)
-    assert loaded.blocks[3].attn.W_out[29].abs().max() == 0
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_tokenizer_comes_along(side, tmp_path):
+def test_tokenizer_comes_along(tmp_path):
     source = build("gelu", d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side=side)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side="left")
     model = convert(source)
     loaded = load(save(model, tmp_path / "saved"))
     texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
     assert torch.equal(loaded.to_tokens(texts), source.to_tokens(texts))
     assert torch.equal(loaded(texts), source(texts))
-    assert loaded.tokenizer.padding_side == side
-    written = model.generate("w3 w5", max_new_tokens=7, do_sample=False, verbose=False)
-    assert loaded.generate("w3 w5", max_new_tokens=7, do_sample=False, verbose=False) == written
+    assert loaded.tokenizer.padding_side == "left"
 
 
 def test_nothing_is_unpickled(saved, monkeypatch):
@@ -132,9 +133,9 @@ def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("nothing", "thesis.tex"), ("nothing", "model.safetensors")),
-        *(("two blocks", "NOTES.md"), ("two blocks", "figs/one.png")),
-        *(("two blocks", "tokenizer/added/merges.txt"), ("grown", "tokenizer/added/merges.txt")),
+        ("nothing", "model.safetensors"),
+        ("two blocks", "figs/one.png"),
+        ("grown", "tokenizer/added/merges.txt"),
     ],
 )
 def test_a_users_files_are_not_deleted(kind, name, tmp_path):
@@ -172,24 +173,27 @@ def test_odd_destinations(tmp_path, monkeypatch):
         same(model, load(tmp_path / target))
 
 
-@pytest.mark.parametrize("change", ["buffer", "parameter", "activation", "shape"])
-def test_a_model_that_could_not_be_loaded_is_not_saved(change, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda model: model.blocks[1].register_buffer("mean", torch.zeros(3)),
+            r"blocks\.1\.mean is not known",
+        ),
+        (
+            lambda model: vars(model.cfg).update(act_fn="quick_gelu"),  # the attribute is read-only
+            "its act_fn is not quick_gelu",
+        ),
+        (
+            lambda model: setattr(model.blocks[3].attn, "W_out", nn.Parameter(torch.zeros(5, 26))),
+            r"W_out has shape \(5, 26\); expected \(37, 26\)",
+        ),
+    ],
+)
+def test_a_model_that_could_not_be_loaded_is_not_saved(change, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", SUPPORTED_ACTIVATIONS["gelu"])
     model = convert(build("gelu"))
-    if change == "buffer":
-        model.blocks[1].register_buffer("mean", torch.zeros(3))
-        message = r"blocks\.1\.mean is not known"
-    elif change == "parameter":
-        model.probe = nn.Linear(2, 3)
-        message = r"probe\.weight is not known"
-    elif change == "activation":
-        from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
-
-        monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", SUPPORTED_ACTIVATIONS["gelu"])
-        vars(model.cfg)["act_fn"] = "quick_gelu"  # bypass the read-only check
-        message = "its act_fn is not quick_gelu"
-    else:
-        model.blocks[3].attn.W_out = nn.Parameter(torch.zeros(5, 26))
-        message = r"W_out has shape \(5, 26\); expected \(37, 26\)"
+    change(model)
     with pytest.raises(CheckpointError, match=message):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
@@ -201,11 +205,6 @@ def edit(**changes):
 
 def config(**changes):
     return lambda folder: rewrite(folder / MANIFEST, lambda whole: whole["config"].update(changes))
-
-
-def edit_by_hand(folder):
-    path = folder / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"source_name": "x"}))
 
 
 def flip_a_byte(folder):
@@ -226,55 +225,30 @@ def tensors_exchanged(folder):
     digest_again(folder / MANIFEST, "model.safetensors")
 
 
-def lacking(*keys):
-    def change(inner):
-        for key in keys[:-1]:
-            inner = inner[key]
-        del inner[keys[-1]]
-
-    return lambda folder: rewrite(folder / MANIFEST, change)
-
-
 def tokenizer_extended(folder):
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "added_tokens.json").write_text("{}")
 
 
-def gate(kind, heads, ranges=None):
-    sizes = {"kind": kind, "heads": heads, "ranges": ranges}
-    return edit(gate=sizes | {"slope": None, "silu": None})
+def without_weights_listed(folder):
+    rewrite(folder / MANIFEST, lambda whole: whole["files"].pop("model.safetensors"))
 
 
+EXACT_OF_FOUR = {"kind": "exact", "heads": 4, "ranges": None, "slope": None, "silu": None}
 DAMAGE = {
     "no tokenizer": (edit(padding_side="left"), "tokenizer is missing, but the model was saved"),
-    "no files": (lacking("files"), "files is missing"),
-    "no weights listed": (lacking("files", "model.safetensors"), "safetensors is missing"),
-    "no layers": (lacking("layers"), "layers is missing"),
-    "no dtype": (lacking("config", "dtype"), "got dtype='None'"),
+    "no weights listed": (without_weights_listed, "safetensors is missing"),
     "tokenizer extended": (tokenizer_extended, "tokenizer/added_tokens.json was added"),
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST}"),
     "no folder": (shutil.rmtree, "there is no folder"),
-    "not json": (lambda f: (f / MANIFEST).write_text("{"), "is not valid JSON"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
-    "a gate of other fields": (edit(gate={"kind": "exact", "colour": "red"}), "colour"),
-    "an exact gate of four heads": (gate("exact", 4), "expected one head, no slope"),
-    "ranges of a plain model": (gate("bilinear", 4, [3.0, 3.0, 3.0]), "expected no ranges"),
-    "a gate that does not fit": (gate("bilinear", 3), "got heads=3"),
-    "a gate without ranges": (
-        edit(gate={"kind": "bilinear", "heads": 4}),
-        "cannot be built",
-    ),
-    "newer": (
-        edit(format_version=10),
-        "format version 10, but this attn-only-lens reads version 9",
-    ),
-    "edited": (edit_by_hand, "was changed after it was written"),
-    "other gate": (edit(gate="other"), "gate: got 'other'"),
+    "an exact gate of four heads": (edit(gate=EXACT_OF_FOUR), "expected one head, no slope"),
+    "a gate without ranges": (edit(gate={"kind": "bilinear", "heads": 4}), "cannot be built"),
+    "newer": (edit(format_version=10), "format version 10, but this attn-only-lens reads"),
     "a layer of no size": (edit(layers=[{}] * 3), "n_heads is missing"),
-    "no layer": (edit(layers=[]), "expected 3 layers"),
     "tied to nothing": (edit(tied={"x": "y"}), "x is not a parameter"),
     "frozen nothing": (edit(frozen=["x"]), "x is not a parameter"),
     "other sizes": (config(d_mlp=53), "d_mlp=37.* expected 3 layers, with LayerSizes.*d_mlp=53"),
@@ -299,16 +273,8 @@ def test_damage_is_refused(case, folder):
     ("arguments", "message"),
     [
         ({"dtype": "int8"}, "expected one of float64"),
-        ({"dtype": torch.int64}, "expected one of float64"),
         ({"device": "abacus"}, "got device='abacus'"),
         ({"device": "meta"}, "got device='meta'"),
-        pytest.param(
-            {"device": "cuda"},
-            "got device='cuda'",
-            marks=pytest.mark.skipif(
-                torch.cuda.is_available(), reason="needs a machine without CUDA"
-            ),
-        ),
     ],
 )
 def test_unknown_device_or_dtype(arguments, message, saved):
@@ -376,7 +342,7 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
     path = tmp_path / "folder" / MANIFEST
     whole, (tensors, *_) = json.loads(path.read_text()), read(tmp_path / "folder")
     loaded = 0
-    for seed in range(60):
+    for seed in range(40):
         changed, what = mutated(whole, seed)
         path.write_text(json.dumps(changed))
         rewrite(path)
@@ -388,15 +354,13 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
         except CheckpointError:
             pass
         assert time.process_time() - started < 5, what  # typically a fraction of a second
-    assert 0 < loaded < 60
+    assert 0 < loaded < 40
 
 
 BAD_SIZES = (
     *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
-    *({"n_layers": -1}, {"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}),
+    *({"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}, {"rotary_base": 0}),
     {"positional_embedding_type": "none"},
-    *({"eps": -1e-5}, {"rotary_base": 0}, {"attn_scale": -2.0}, {"yarn_factor": 0.0}),
-    *({"window_size": -3}, {"clip_qkv": -1.0}),
 )
 
 

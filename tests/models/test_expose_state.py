@@ -20,19 +20,15 @@ HALVE = (mlp_hook("result"), lambda result, hook: 0.5 * result)
 SIMPLE = pytest.mark.parametrize("make", each(["gpt2"], ["gelu"]))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_training_mode_with_dropout_behind_w_out(when):
+def test_training_mode_with_dropout_behind_w_out():
     """With GPT-2's dropout, one seed gives the same values, and head outputs are not dropped."""
     bridge, twin = boot("gpt2"), boot("gpt2")
     for host in (bridge, twin):
         for module in host.original_model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.3
-    if when == "before":
-        bridge.train()
     exposed = expose_neuron_heads(bridge)
-    if when == "after":
-        bridge.train()
+    bridge.train()
     twin.train()
     assert all(point.training for name, point in bridge.hook_dict.items() if ".mlp." in name)
     torch.manual_seed(5)
@@ -133,7 +129,7 @@ def test_twice_and_after_an_error(make):
     assert torch.equal(model(tokens()), expected)
 
 
-@pytest.mark.parametrize("make", each(["gpt2", "llama", "bert"], ["gelu"]))
+@pytest.mark.parametrize("make", each(["gpt2", "bert"], ["gelu"]))
 @torch.no_grad()
 def test_a_pass_that_broke_off_leaves_the_next_one_alone(make):
     """After a failure in or behind an MLP, the next pass is bitwise as before."""
@@ -149,24 +145,6 @@ def test_a_pass_that_broke_off_leaves_the_next_one_alone(make):
     assert relative(model.run_with_hooks(x, fwd_hooks=KEEP), plain) <= EXACT
 
 
-@torch.no_grad()
-def test_a_copy_has_nothing_of_a_pass_that_broke_off():
-    """A copy holds no activations of a failed pass; those with gradients could not be copied."""
-    bridge = boot("gpt2")
-    expected = bridge(tokens())
-    with expose_neuron_heads(bridge):
-        left = bridge.blocks[1].mlp._neuron_heads.passing.values
-        with pytest.raises(RuntimeError, match="in a hook"):
-            bridge.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.hook_out", fail)])
-        assert not left
-        bridge.blocks[1].mlp.get_submodule("in")(torch.ones(2, 11, 26, dtype=torch.float64))
-        assert left, "half an MLP, run by hand"
-        copied = copy.deepcopy(bridge)
-        assert not copied.blocks[1].mlp._neuron_heads.passing.values
-        assert torch.equal(copied(tokens()), expected)
-        assert torch.equal(bridge(tokens()), expected)
-
-
 def threads_share(model, inputs, pause, live):
     """Check results of threads that each stop in the middle of an MLP, where `pause` is called."""
     with model.hooks(fwd_hooks=live):
@@ -178,14 +156,15 @@ def threads_share(model, inputs, pause, live):
 
 
 # The activation modules, which run between the two halves of an MLP.
-ACT = {"gpt2": "transformer.h.1.mlp.act", "llama": "model.layers.1.mlp.act_fn"}
-ACT |= {"bert": "bert.encoder.layer.1.intermediate.intermediate_act_fn"}
-ACT |= {"phi3": "model.layers.1.mlp.activation_fn"}
+ACT = {
+    "llama": "model.layers.1.mlp.act_fn",
+    "bert": "bert.encoder.layer.1.intermediate.intermediate_act_fn",
+    "phi3": "model.layers.1.mlp.activation_fn",
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "gate"),
-    [("gpt2", "exact"), ("bert", "exact"), ("phi3", "exact"), ("llama", "bilinear")],
+    ("name", "gate"), [("bert", "exact"), ("phi3", "exact"), ("llama", "bilinear")]
 )
 @torch.no_grad()
 def test_threads_share_a_bridge(name, gate):
@@ -202,8 +181,7 @@ def test_threads_share_a_bridge(name, gate):
 
 @needs_hooked_transformer
 @pytest.mark.parametrize(
-    ("name", "gate", "results"),
-    [("gelu", "exact", False), ("llama", "exact", True), ("llama", "bilinear", True)],
+    ("name", "gate", "results"), [("gelu", "exact", False), ("llama", "bilinear", True)]
 )
 @torch.no_grad()
 def test_threads_share_a_hooked_transformer(name, gate, results):
@@ -221,7 +199,7 @@ def test_threads_share_a_hooked_transformer(name, gate, results):
 
 
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
-@pytest.mark.parametrize("make", each(["gpt2", "llama"], ["gelu", "llama"]))
+@pytest.mark.parametrize("make", each(["llama"], ["llama"]))
 @torch.no_grad()
 def test_a_hook_may_run_the_model_again(make, gate):
     """A hook within an MLP may run the model, or its first layers; the outer pass is as before."""
@@ -245,7 +223,7 @@ def test_a_hook_may_run_the_model_again(make, gate):
             assert stop or relative(seen[0], inner) <= EXACT
 
 
-@pytest.mark.parametrize("make", each(["gpt2", "phi3", "native_gated"], ["llama"]))
+@pytest.mark.parametrize("make", each(["gpt2", "phi3"], ["llama"]))
 @torch.no_grad()
 def test_a_hook_may_run_its_own_mlp_alone(make):
     model = make()
@@ -271,9 +249,7 @@ def test_a_hook_may_run_its_own_mlp_alone(make):
     assert ran > 6
 
 
-@pytest.mark.parametrize(
-    ("name", "gate"), [("gpt2", "exact"), ("llama", "bilinear"), ("native", "exact")]
-)
+@pytest.mark.parametrize(("name", "gate"), [("gpt2", "exact"), ("llama", "bilinear")])
 def test_inference_mode(name, gate):
     """A bridge exposed and run in inference mode gives equal values; a copy can train."""
     bridge, twin = boot(name), boot(name)

@@ -13,14 +13,12 @@ from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from attn_only_lens import Bilinear, calibrate, convert, pretrained, to_stock
+from attn_only_lens import Bilinear, calibrate, convert, to_stock
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates.exact import GATES
 from attn_only_lens.models.to_stock import stock_bytes
 from attn_only_lens.tl import Attention, HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-SIGMOIDS = {"silu", "quick_gelu"}
 PLAIN = {"act_fn": "silu", "gated_mlp": False}
 REFUSED = {
     "post_norm": "normalization of queries and keys",
@@ -31,15 +29,13 @@ REFUSED = {
     "clip_qkv": "clip_qkv=0.3",
     "bidirectional": "applies no mask",
     "parallel": "in parallel",
-    "parallel_gated": "in parallel",
-    "parallel_norms": "in parallel",
-    "gemma": "attn_scores_soft_cap=5",
 }
+ALSO_REFUSED = {"parallel_gated", "parallel_norms", "gemma"}
 # A family that only differs from "silu" in its activation or gate would repeat "silu".
 MODELS = {
     name: (name, {})
     for name, cfg in FAMILIES.items()
-    if name not in REFUSED and (name == "silu" or cfg.keys() - PLAIN.keys())
+    if name not in ALSO_REFUSED.union(REFUSED) and (name == "silu" or cfg.keys() - PLAIN.keys())
 } | {
     "output_cap": ("silu", {"output_logits_soft_cap": 3.0}),
     "own_window_of_1": ("local", {"window_size": 1}),
@@ -80,14 +76,15 @@ def test_float64(name):
     assert torch.equal(model(tokens()), converted(name)(tokens()))  # the model is unchanged
 
 
-LOWER = [
-    *((name, torch.float32) for name in ("silu", "rotary", "alibi", "grouped", "sinks_and_alibi")),
-    *((name, torch.bfloat16) for name in ("silu", "alibi", "llama")),
-    *((name, torch.float16) for name in ("no_norm", "sinks", "norms_before_and_after")),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype"), LOWER)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("alibi", torch.float32),
+        ("alibi", torch.bfloat16),
+        ("llama", torch.bfloat16),
+        ("no_norm", torch.float16),
+    ],
+)
 @torch.no_grad()
 def test_lower_precision(name, dtype):
     model = converted(name, dtype=dtype, scale=0.2)
@@ -100,7 +97,7 @@ def test_lower_precision(name, dtype):
     assert relative(logits.double(), expected.double()) <= LOGIT_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @torch.no_grad()
 def test_a_head_of_the_source_gives_its_sink_nothing(dtype):
     stock = to_stock(converted("silu", dtype=dtype))
@@ -123,18 +120,8 @@ def test_a_head_of_the_source_gives_its_sink_nothing(dtype):
         lambda stock: setattr(stock.cfg, "window_size", 2),
         lambda stock: [block.attn.sinks.fill_(-1e4) for block in stock.blocks[1::2]],
         lambda stock: [block.attn.sinks.fill_(0.0) for block in stock.blocks[::2]],
-        lambda stock: [
-            padded[2:, ..., 3].fill_(0.5)
-            for block in stock.blocks[::2]
-            for padded in (block.attn.b_V, block.attn.W_O)
-        ],
-        lambda stock: [
-            padded[..., :-1].fill_(0.1)
-            for block in stock.blocks[1::2]
-            for padded in (block.attn.b_Q, block.attn.b_K)
-        ],
     ],
-    ids=["window 2", "no sink for neurons", "a sink for heads", "padded heads", "padded width"],
+    ids=["window 2", "no sink for neurons", "a sink for heads"],
 )
 @torch.no_grad()
 def test_controls_fail(spoil):
@@ -147,55 +134,6 @@ def test_controls_fail(spoil):
 # The stock model with TransformerLens alone
 
 
-RUN_ALONE = """
-import json, sys, warnings
-sys.modules["attn_only_lens"] = None  # importing it raises
-import torch
-from pathlib import Path
-from safetensors.torch import load_file
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-warnings.simplefilter("ignore")
-for folder in map(Path, sys.argv[1:]):
-    cfg = json.loads((folder / "cfg.json").read_text())
-    cfg["dtype"] = getattr(torch, cfg["dtype"].removeprefix("torch."))
-    m = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
-    m.load_state_dict(load_file(folder / "weights.safetensors"))
-    test = load_file(folder / "test.safetensors")
-    with torch.no_grad():
-        assert torch.equal(m(test["tokens"]), test["logits"]), folder
-    for cached in (True, False):
-        options = {"max_new_tokens": 5, "do_sample": False, "verbose": False}
-        text = m.generate("w3 w5", use_past_kv_cache=cached, **options)
-        assert text == (folder / "text.txt").read_text(), (folder, text)
-print("ran", len(sys.argv) - 1)
-"""
-
-
-@torch.no_grad()
-def test_transformer_lens_alone_loads_and_runs_it(tmp_path):
-    names = ["silu", "alibi"]
-    for name in names:
-        folder = tmp_path / name
-        folder.mkdir()
-        model = with_tokenizer(name, folder / "tokenizer")
-        stock = to_stock(model)
-        cfg = json.dumps(stock.cfg.to_dict(), default=str)  # cfg holds a torch.dtype
-        (folder / "cfg.json").write_text(cfg)
-        save_file(stock.state_dict(), folder / "weights.safetensors")
-        logits = stock(tokens())
-        assert relative(logits, model(tokens())) <= 1e-12
-        save_file({"tokens": tokens(), "logits": logits}, folder / "test.safetensors")
-        text = model.generate("w3 w5", max_new_tokens=5, do_sample=False, verbose=False)
-        (folder / "text.txt").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALONE, *(str(tmp_path / name) for name in names)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.strip() == f"ran {len(names)}", done.stderr
-
-
 def with_tokenizer(name, folder):
     family, settings = MODELS[name]
     source = build(family, **PLAIN | settings | {"d_vocab_out": 41})
@@ -204,36 +142,55 @@ def with_tokenizer(name, folder):
     return convert(source)
 
 
-@pytest.mark.parametrize("name", ["silu", "rotary", "alibi"])
+RUN_ALONE = """
+import json, sys, warnings
+sys.modules["attn_only_lens"] = None  # importing it raises
+import torch
+from pathlib import Path
+from safetensors.torch import load_file
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+warnings.simplefilter("ignore")
+folder = Path(sys.argv[1])
+cfg = json.loads((folder / "cfg.json").read_text())
+cfg["dtype"] = getattr(torch, cfg["dtype"].removeprefix("torch."))
+m = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
+m.load_state_dict(load_file(folder / "weights.safetensors"))
+test = load_file(folder / "test.safetensors")
+with torch.no_grad():
+    assert torch.equal(m(test["tokens"]), test["logits"])
+for cached in (True, False):
+    options = {"max_new_tokens": 5, "do_sample": False, "verbose": False}
+    print(m.generate("w3 w5", use_past_kv_cache=cached, **options))
+"""
+
+
 @torch.no_grad()
-def test_generate_with_and_without_a_cache(name, tmp_path):
-    model = with_tokenizer(name, tmp_path)
+def test_transformer_lens_alone_loads_and_runs_it(tmp_path):
+    model = with_tokenizer("alibi", tmp_path / "tokenizer")
     stock = to_stock(model)
-    assert stock.tokenizer is model.tokenizer
-    assert stock.cfg.tokenizer_name == model.cfg.tokenizer_name
-    for prompt in ("w3 w5 w2", ["w3", "w7 w2 w11 w5"]):  # the second is padded on the left
-        written = [
-            net.generate(
-                prompt,
-                max_new_tokens=7,
-                do_sample=False,
-                verbose=False,
-                return_type="tokens",
-                stop_at_eos=False,
-                use_past_kv_cache=cached,
-            )
-            for net in (model, stock)
-            for cached in (True, False)
-        ]
-        assert all(torch.equal(ids, written[0]) for ids in written[1:])
+    cfg = json.dumps(stock.cfg.to_dict(), default=str)  # cfg holds a torch.dtype
+    (tmp_path / "cfg.json").write_text(cfg)
+    save_file(stock.state_dict(), tmp_path / "weights.safetensors")
+    logits = stock(tokens())
+    assert relative(logits, model(tokens())) <= 1e-12
+    save_file({"tokens": tokens(), "logits": logits}, tmp_path / "test.safetensors")
+    text = model.generate("w3 w5", max_new_tokens=5, do_sample=False, verbose=False)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALONE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.splitlines() == [text, text], done.stderr
 
 
-@pytest.mark.parametrize("name", ["silu", "rotary", "alibi"])
+@pytest.mark.parametrize("name", ["rotary", "alibi"])
 @torch.no_grad()
 def test_a_cache_of_keys_and_values_and_padding_on_the_left(name, tmp_path):
     """With a key-value cache, token by token or in pieces, the logits equal those of one pass."""
     model = with_tokenizer(name, tmp_path)
     stock = to_stock(model)
+    assert stock.tokenizer is model.tokenizer
     expected = model(tokens())
     for pieces in ([1] * POS, [3, 1, 7]):
         cache = TransformerLensKeyValueCache.init_cache(stock.cfg, "cpu", batch_size=2)
@@ -264,14 +221,13 @@ def test_alibi_far_into_a_text():
 def test_refused(name):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as caught:
         to_stock(converted(name))
-    assert "TransformerLens' own modules" in str(caught.value)
-    assert len(caught.value.reasons) == (2 if name in ("gemma",) else 1)
+    assert len(caught.value.reasons) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        *(({"act_fn": name}, r"gate=Bilinear\(\)") for name in sorted({*GATES} - SIGMOIDS)),
+        ({"act_fn": "gelu"}, r"gate=Bilinear\(\)"),
         ({"use_logn_attn": True}, "use_logn_attn"),
         ({"use_dynamic_ntk_rope": True, "positional_embedding_type": "rotary"}, "dynamic_ntk"),
     ],
@@ -335,15 +291,6 @@ def test_nothing_is_shared_and_no_random_state_is_touched():
     stock = to_stock(model)
     assert relative(stock(tokens()), model(tokens())) <= 1e-12
     assert stock.blocks[3].attn.W_O[29].abs().max() == 0
-
-
-@torch.no_grad()
-def test_the_shipped_model():
-    model = convert(pretrained.modular_addition(dtype=torch.float64))
-    ids = pretrained.modular_addition_tokens()[::1009]
-    stock = to_stock(model)
-    assert relative(stock(ids), model(ids)) <= 1e-12
-    assert torch.equal(stock(ids)[:, -1].argmax(-1), ids[:, :2].sum(-1) % 113)
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama"])
