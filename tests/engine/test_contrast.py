@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import warnings
 import weakref
 from dataclasses import replace
@@ -17,7 +16,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast
 from attn_only_lens import patching as p
-from attn_only_lens.engine.contrast import contrast_reasons
 from attn_only_lens.engine.prompts import prompt_pair, single_prompts
 from attn_only_lens.errors import CheckpointError, InputError, InputWarning, UnsupportedCallError
 
@@ -50,21 +48,18 @@ def model(tmp_path):
                 "got an int as metric; expected a metric such as logit_diff",
             ],
         ),
-        ((None, None, METRIC), ["clean: got a NoneType; expected a text"]),
         (([[3, 5]], "w1", METRIC), ["clean: got a list; expected .* or tokens in a tensor"]),
-        ((["w1", 5], ["w1", "w2"], METRIC), ["clean: got a list"]),
         (([], torch.zeros(0, 3), METRIC), ["clean: got no prompts", "corrupted: got no prompts"]),
         ((["w1"] * 3, ["w2"], METRIC), ["got 3 clean and 1 corrupted prompts; expected the same"]),
-        ((tokens(batch=3), "w2", METRIC), ["got 3 clean and 1 corrupted prompts"]),
     ],
 )
 def test_refused_with_every_reason(arguments, reasons):
-    for more in ([], ["roles: got a list; expected a dict from names to positions"]):
-        with pytest.raises(InputError) as caught:
-            Contrast(*arguments, roles=["end"] if more else {})
-        assert len(caught.value.reasons) == len(reasons + more)
-        for reason in reasons + more:
-            assert caught.match(reason)
+    reasons = [*reasons, "roles: got a list; expected a dict from names to positions"]
+    with pytest.raises(InputError) as caught:
+        Contrast(*arguments, roles=["end"])
+    assert len(caught.value.reasons) == len(reasons)
+    for reason in reasons:
+        assert caught.match(reason)
 
 
 def test_prompts_of_every_form():
@@ -85,31 +80,11 @@ def test_prompts_of_every_form():
     contrast = Contrast(texts, texts, METRIC)
     texts.append("w3")
     assert contrast.clean == (text,)
-
-
-def test_a_metric_is_a_function_or_has_answers():
-    assert (PAIR.answers, PAIR.wrong) == (((5,),), ((7,),))
-    plain = replace(PAIR, metric=lambda logits: logits[:, -1, 3])
-    assert (plain.answers, plain.wrong) == ((), ())
-    assert replace(PAIR, metric=p.probability(["w1", "w2"])).answers == (("w1",), ("w2",))
-
-
-def test_the_repr_shows_the_first_pair():
     assert repr(PAIR) == (
         "Contrast(2 pairs; logit_diff(5, 7); subject, end)\n  'w1 w2 w3'\n  'w1 w5 w3'"
     )
-    one = Contrast(torch.tensor([3, 5]), None, p.loss(), name="task", dropped={"too long": 2})
-    assert repr(one) == "Contrast(task: 1 prompt; loss; 2 dropped: too long)\n  tokens [3, 5]"
-    for long in ("w1 " * 10**4, torch.arange(10**4)):
-        assert 50 < len(repr(Contrast(long, long, METRIC))) < 500
-
-
-def test_what_is_no_contrast_of_two_runs():
-    assert contrast_reasons(PAIR) == contrast_reasons(OF_ONE, both=False) == []
-    (reason,) = contrast_reasons("w1 w2")
-    assert reason == "got a str; expected Contrast(clean, corrupted, metric)"
-    (reason,) = contrast_reasons(OF_ONE)
-    assert "without corrupted prompts; expected both" in reason
+    assert len(repr(Contrast("w1 " * 10**4, None, METRIC))) < 500
+    assert (PAIR.answers, PAIR.wrong) == (((5,),), ((7,),))
 
 
 # The tokens in a model
@@ -134,7 +109,7 @@ def test_a_pair_is_that_of_its_prompts(model):
     require_same(of_tokens, prompt_pair(model, tokens(pos=3), tokens(1, pos=3), mask))
 
 
-def test_a_pair_is_made_once_for_each_model(model, tmp_path):
+def test_a_pair_is_made_once_for_each_model(model):
     other = bridges.boot("gpt2")
     other.tokenizer, other.cfg.tokenizer_prepends_bos = model.tokenizer, True
     pair, of_other = PAIR.pair(model), PAIR.pair(other)
@@ -146,6 +121,12 @@ def test_a_pair_is_made_once_for_each_model(model, tmp_path):
     del other, of_other
     gc.collect()
     assert reference() is None
+    copied = copy.deepcopy(PAIR)
+    assert copied.pair(model) is not pair
+    assert torch.equal(copied.pair(model).clean, pair.clean)
+    part = pair.of_prompts([1])
+    assert part.select(part.roles["subject"]) == [1]
+    assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
 
 
 def another_tokenizer(model, folder):
@@ -188,13 +169,6 @@ def test_a_pair_is_made_again_on_another_device(model):
     assert contrast.pair(model) is again
 
 
-def test_a_subset_has_the_roles_of_all_prompts(model):
-    part = PAIR.pair(model).of_prompts([1])
-    assert part.roles == PAIR.roles
-    assert part.select(part.roles["subject"]) == [1]
-    assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
-
-
 def test_padding_is_tested_with_each_call(model, monkeypatch):
     """The model may have changed after its first analysis."""
     PAIR.pair(model)
@@ -223,7 +197,7 @@ def test_refusals_and_warnings_are_those_of_prompts(model):
         odd.pair(model)  # a contrast warns once for each model
 
 
-@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: x.numpy().copy(), lambda x: [*x]])
+@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: [*x]])
 def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     given, mask = of(tokens(1)), torch.ones(tokens(1).shape)
     some = Contrast(given, tokens(2), METRIC, mask=mask)
@@ -233,22 +207,6 @@ def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     pair = some.pair(model)
     assert torch.equal(pair.clean, tokens(1))
     assert pair.real.all()
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_copies_keep_no_pairs(copied, model):
-    some = replace(PAIR, metric=_last_logit)
-    pair = some.pair(model)
-    other = copied(some)
-    assert repr(other) == repr(some)
-    assert other.pair(model) is not pair
-    assert torch.equal(other.pair(model).clean, pair.clean)
-
-
-def _last_logit(logits):
-    return logits[:, -1, 5]
 
 
 # Files
@@ -268,13 +226,10 @@ METRICS = [
 @pytest.mark.parametrize(
     "more",
     [
-        {"clean": "The \n\t日 keys", "corrupted": None},
-        {"clean": ["a", "b", "c"], "corrupted": ("d", "e", "f"), "roles": {"x": [2, -1, 0]}},
+        {"clean": ["a \n\t日", "b", "c"], "corrupted": ("d", "e", "f"), "roles": {"x": [2, -1, 0]}},
         {"clean": ROWS, "corrupted": ROWS + 1, "mask": ROWS > 3, "dropped": {"too long": 3}},
-        {"clean": ROWS.numpy().astype(np.uint8), "corrupted": ROWS, "mask": (ROWS > 3).numpy()},
         {"clean": ROWS[0], "corrupted": ROWS[0].numpy(), "roles": {"x": np.int64(2)}},
         {"clean": [ROWS[0], ROWS[1, :2], ROWS[2, :2]], "corrupted": None, "name": "é"},
-        {"clean": list(ROWS), "corrupted": list(ROWS), "roles": {"x": torch.tensor([1, 2, 3])}},
     ],
 )
 def test_a_contrast_is_read_back(more, tmp_path):
@@ -293,16 +248,7 @@ def test_a_contrast_is_read_back(more, tmp_path):
             assert plain(getattr(again, name)) == plain(getattr(contrast, name))
         assert again.metric.identity() == metric.identity()
         assert (again.answers, again.wrong) == (contrast.answers, contrast.wrong)
-        assert repr(again).splitlines()[0] == repr(contrast).splitlines()[0]
     assert [path.name for path in tmp_path.iterdir()] == ["contrast.json"]
-
-
-def test_a_loaded_contrast_has_the_same_runs(model, tmp_path):
-    for contrast in (PAIR, Contrast(ROWS, ROWS + 1, METRIC, mask=torch.ones(3, ROWS.shape[1]))):
-        contrast.save(tmp_path / "contrast.json")
-        pairs = [one.pair(model) for one in (contrast, Contrast.load(tmp_path / "contrast.json"))]
-        for name in ("clean", "corrupted", "real", "last"):
-            assert torch.equal(*(getattr(pair, name) for pair in pairs))
 
 
 def test_a_function_is_stored_by_its_name(tmp_path):
@@ -310,7 +256,7 @@ def test_a_function_is_stored_by_its_name(tmp_path):
         return logits[:, -1].max()
 
     path = tmp_path / "contrast.json"
-    for metric in (largest, p.custom(largest), p.custom(largest, version="1")):
+    for metric in (largest, p.custom(largest, version="1")):
         replace(PAIR, metric=metric).save(path)
         with pytest.raises(InputError, match="only the name of its metric, largest, a function; "):
             Contrast.load(path)
@@ -318,10 +264,9 @@ def test_a_function_is_stored_by_its_name(tmp_path):
         with pytest.raises(InputError, match=r"got the metric logit_diff\(5, 7\); expected"):
             Contrast.load(path, METRIC)
     # A function with the name of one of the package's metrics is still a function.
-    for name in ("loss", "kl", METRIC.name, "logit_diff"):
-        replace(PAIR, metric=p.custom(largest, name=name, version="1")).save(path)
-        with pytest.raises(InputError, match="a function; expected metric="):
-            Contrast.load(path)
+    replace(PAIR, metric=p.custom(largest, name="loss", version="1")).save(path)
+    with pytest.raises(InputError, match="a function; expected metric="):
+        Contrast.load(path)
     PAIR.save(path)
     assert Contrast.load(path, METRIC).metric is METRIC
     with pytest.raises(InputError, match="got the metric largest; expected logit_diff"):
@@ -331,7 +276,6 @@ def test_a_function_is_stored_by_its_name(tmp_path):
 def test_what_json_cannot_store_is_refused(tmp_path):
     for contrast, match in (
         (replace(PAIR, name=7), r"contrast\.name: got 7; expected str"),
-        (replace(PAIR, metric=p.logit_diff(0.5, 7)), "answers.* got 0.5"),
         (replace(PAIR, mask="x"), "mask: got 'x'"),
         (Contrast(ROWS * 0.5, ROWS, METRIC), "clean"),
     ):
@@ -345,15 +289,11 @@ def test_what_json_cannot_store_is_refused(tmp_path):
     [
         (("metric", "version"), "7", "logit_diff.*, version 7, .*: use the release that wrote"),
         (("metric", "answers"), [[[5]], [[9]]], r"has the metric logit_diff\(5, 7\)"),
-        (("metric", "answers"), [[[5]]], r"has the metric logit_diff\(5, 7\)"),
         (("metric", "kind"), "entropy", r"has the metric logit_diff\(5, 7\)"),
         (("metric", "answers"), [[[0.5]], [[7]]], "expected int"),
         (("clean",), ["w1"], "(?s)holds no contrast: .*got 1 clean and 2 corrupted prompts"),
-        (("clean",), [], "(?s)holds no contrast: .*expected the same number"),
         (("roles", "subject"), [1, 2, 3], "(?s)holds no contrast: .*subject: got 3 positions"),
-        (("roles",), {"all": 3, "": 1}, "(?s)holds no contrast: .*role 'all'.*role ''"),
         (("mask",), [[1, 1], [1]], "holds no contrast"),
-        (("dropped", "x"), "y", r"dropped\.x: got 'y'; expected int"),
         (("more",), 3, "holds no contrast: .*more"),
     ],
 )

@@ -50,7 +50,7 @@ def require_exact(model, sites=SITES):
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_logits_may_be_computed_in_turns(kind, monkeypatch):
     """If the vocabulary is large, blocks run more variants at a time than the unembedding."""
     model = model_of(kind)
@@ -90,7 +90,7 @@ def test_activations_are_fused(kind):
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_last_block_runs_where_the_metric_reads(kind):
     """The last block's MLP gets one token per variant and prompt."""
     model, n_tokens = model_of(kind), []
@@ -124,27 +124,21 @@ class Other(NewGELUActivation):
     """A subclass that may compute something else."""
 
 
-def test_other_activations_are_not_replaced():
+def test_other_activations_are_not_replaced(monkeypatch):
     slow = NewGELUActivation()
-    assert FusedActivations([slow], torch.float64)._replaced
+    fused = FusedActivations([slow], torch.float64)
+    assert fused._replaced
+    with suppress(ZeroDivisionError), fused.used():
+        assert "forward" in vars(slow)
+        raise ZeroDivisionError
+    assert "forward" not in vars(slow)  # it is restored after an error
     assert not FusedActivations([slow], torch.bfloat16)._replaced
     assert not FusedActivations([Other()], torch.float64)._replaced
     slow.forward = lambda x: x
     assert not FusedActivations([slow], torch.float64)._replaced
-
-
-def test_a_changed_class_is_not_replaced(monkeypatch):
-    fused = torch.nn.functional.gelu
-    monkeypatch.setattr(NewGELUActivation, "forward", lambda self, x: 1.000001 * fused(x))
+    gelu = torch.nn.functional.gelu
+    monkeypatch.setattr(NewGELUActivation, "forward", lambda self, x: 1.000001 * gelu(x))
     assert not FusedActivations([NewGELUActivation()], torch.float32)._replaced
-
-
-def test_activations_are_restored_after_an_error():
-    slow = NewGELUActivation()
-    with suppress(ZeroDivisionError), FusedActivations([slow], torch.float64).used():
-        assert "forward" in vars(slow)
-        raise ZeroDivisionError
-    assert "forward" not in vars(slow)
 
 
 def recorded_pair(model):

@@ -76,10 +76,6 @@ BY_HAND = {
             row[c] - row[w] for row, c, w in zip(at_last(run), CORRECT, WRONG, strict=True)
         ),
     ),
-    "one answer for all": (
-        p.logit_diff(17, 19),
-        lambda run: mean(row[17] - row[19] for row in at_last(run)),
-    ),
     "texts": (
         p.logit_diff("w1", ["w9", "w3", "w4"]),  # w0 is token 4, after four special tokens
         lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
@@ -101,10 +97,8 @@ BY_HAND = {
         lambda run: mean(softmax(row)[c] for row, c in zip(at_last(run), CORRECT, strict=True)),
     ),
     "log_probability": (
-        p.log_probability(CORRECT),
-        lambda run: mean(
-            math.log(softmax(row)[c]) for row, c in zip(at_last(run), CORRECT, strict=True)
-        ),
+        p.log_probability(3),
+        lambda run: mean(math.log(softmax(row)[3]) for row in at_last(run)),
     ),
     "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
     "custom": (
@@ -143,10 +137,8 @@ def test_by_hand(case, model, pair):
     "fn",
     [
         lambda logits: logits[:, 6, 3],  # a real token of the longest prompt only
-        lambda logits: logits[:, 5, 3].mean(),  # a token of every prompt
         lambda logits: logits[:, :3].mean(),
         lambda logits: logits.max(),
-        lambda logits: (logits * torch.ones(BATCH, POS, 1)).nan_to_num().sum((1, 2)),
     ],
 )
 def test_positions_from_the_start_of_prompts_of_different_lengths(fn, model, pair):
@@ -177,16 +169,20 @@ def test_loss_is_transformer_lens(model, pair):
     assert abs(reference - bound.of(model(pair.clean))) > 1e-3
 
 
-def test_kl_is_zero_on_the_clean_run_alone_and_has_a_direction(model, pair):
+def test_kl_has_a_direction_and_half_precision_is_summed_in_float32(model, pair):
     bound = bind(p.kl(), model, pair, reference=CLEAN)
     shifted = logits_of(1, sites=1)[0]
     assert abs(bound.of(CLEAN)) < EXACT
-    assert bound.of(shifted) > 0.1
     swapped = bind(p.kl(), model, pair, reference=shifted).of(CLEAN)
     assert abs(swapped - bound.of(shifted)) > 1e-3
     barred = CLEAN.clone()
     barred[..., 5] = -torch.inf
     assert math.isfinite(bind(p.kl(), model, pair, reference=barred).of(shifted))
+    bound = bind(p.log_probability(3), model, pair)
+    half = logits_of(0).to(torch.bfloat16)
+    got = bound.value(bound.select(half))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, bound.value(bound.select(half.float())))
 
 
 @pytest.mark.parametrize("case", [c for c in BY_HAND if c != "custom number"])
@@ -203,14 +199,6 @@ def test_gradients_are_differences(case, model, pair):
     assert abs(difference) > 1e-4
 
 
-def test_half_precision_is_summed_in_float32(model, pair):
-    bound = bind(p.log_probability(3), model, pair)
-    half = logits_of(0).to(torch.bfloat16)
-    got = bound.value(bound.select(half))
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, bound.value(bound.select(half.float())))
-
-
 class Counter:
     calls = 0
 
@@ -225,10 +213,8 @@ def doubled(logits):
 
 BAD_CUSTOM = {
     "remembers": (Counter(), "and then"),
-    "random": (lambda logits: logits.mean() + torch.rand(()), "and then"),
     "in place": (doubled, "changes the logits"),
     "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
-    "flag": (lambda logits: True, "got True"),
     "nothing": (lambda logits: None, "got None"),
     "integers": (lambda logits: logits.argmax(), "int64 tensor"),
     "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
@@ -266,11 +252,9 @@ REFUSED = {
         [r"same token for prompts \[2\]"],
     ),
     "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
-    "no token": (p.probability(""), ["0 tokens"]),
     "range": (p.logit_diff(41, -1), ["correct: got 41; .*0 to 40", "wrong: got -1"]),
     "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),
     "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or one for"]),
-    "none": (p.log_probability([]), ["got 0 answers"]),
     "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), [r"same token for prompts \[1, 2\]"]),
     "no reference": (p.kl(), ["got reference None"]),
 }
@@ -287,24 +271,21 @@ def test_refused(case, model, pair):
 
 
 def test_refused_otherwise(model, pair):
-    with pytest.raises(InputError, match="got an int"):
-        p.custom(7)
-    with pytest.raises(InputError, match="no tokenizer"):
-        bind(p.probability("w1"), bridges.boot("gpt2"), pair)
-    with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 41\]"):
-        bind(p.kl(), model, pair, reference=CLEAN[:, :5])
     single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
-    with pytest.raises(InputError, match="no prompt has a second token"):
-        bind(p.loss(), model, single)
     small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))
-    with pytest.raises(InputError, match="only for tokens 0 to 4"):
-        bind(p.loss(), small, pair)
-
-
-def test_logits_of_another_shape_are_refused(model, pair):
-    bound = bind(p.logit_diff(CORRECT, WRONG), model, pair)
-    with pytest.raises(InputError, match="ending in"):
-        bound.of(CLEAN[:2])
+    for call, message in (
+        (lambda: p.custom(7), "got an int"),
+        (lambda: bind(p.probability("w1"), bridges.boot("gpt2"), pair), "no tokenizer"),
+        (
+            lambda: bind(p.kl(), model, pair, reference=CLEAN[:, :5]),
+            r"expected the clean run's logits \[3, 7, 41\]",
+        ),
+        (lambda: bind(p.loss(), model, single), "no prompt has a second token"),
+        (lambda: bind(p.loss(), small, pair), "only for tokens 0 to 4"),
+        (lambda: bind(p.logit_diff(CORRECT, WRONG), model, pair).of(CLEAN[:2]), "ending in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def test_a_constant_metric_is_refused():
@@ -314,7 +295,6 @@ def test_a_constant_metric_is_refused():
         (torch.float32, (2.0, 2.0 + 1e-7)),
         (torch.float32, (0.0, 0.0)),
         (torch.float32, (math.nan, 1.0)),
-        (torch.float32, (math.inf, 1.0)),
     ):
         with pytest.raises(InputError, match="equal up to rounding"):
             require_distinct(*values, dtype)

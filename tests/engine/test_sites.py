@@ -21,22 +21,22 @@ def names(resolved):
     return [name for group in resolved for name in group.names]
 
 
-def test_all_heads_are_those_of_the_model():
+def test_all_heads_or_some_in_order_with_their_indices():
     groups = resolve_sites(MODEL, "all")
     expected = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(D_MLP)]
     assert names(groups) == expected + [name.replace("L0", "L1") for name in expected]
     assert names(resolve_sites(MODEL, "heads")) == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert names(resolve_sites(MODEL, ["neurons", "heads"])) == names(groups)
-    for group in groups:
-        assert group.index.tolist() == list(range(len(group.names)))
-
-
-def test_layers():
     groups = resolve_sites(MODEL, p.Sites("neurons", layers=[1, 0]))
     assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (1, "L1N36")]
-    assert len(groups[0].index) == D_MLP
-    assert names(resolve_sites(MODEL, p.Sites("heads", layers=1)))[0] == "L1H0"
-    assert p.Sites("neurons", layers=range(2)) == p.Sites("neurons", layers=torch.tensor([0, 1]))
+    assert groups[1].index.tolist() == list(range(D_MLP))
+    groups = resolve_sites(MODEL, ["L1N31", "L0N7", "L1H1", "L1N29"])
+    assert names(groups) == ["L0N7", "L1H1", "L1N29", "L1N31"]
+    assert [group.index.tolist() for group in groups] == [[7], [1], [29, 31]]
+    bilinear = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
+    assert len(names(resolve_sites(bilinear, p.Sites("neurons", layers=0)))) == 4 * D_MLP
+    with pytest.raises(InputError, match="neurons 0 to 147"):
+        resolve_sites(bilinear, ["L1N148"])
 
 
 def test_heads_alone_are_sites_at_each_position():
@@ -48,24 +48,12 @@ def test_heads_alone_are_sites_at_each_position():
     assert sites != p.Sites("L1N3")
     assert len({sites, p.Sites("L1N3", -1), p.Sites("all", range(2)), p.Sites("all", (0, 1))}) == 2
     assert resolve_sites(MODEL, HeadName.parse("L1N3"))[0].names == ("L1N3",)
-
-
-def test_kinds():
     assert p.Sites().kinds == p.Sites(["all", "heads"]).kinds == HEAD_KINDS
     assert p.Sites(["errors", "skips", "heads"]).kinds == ("attention", "skip", "error")
-    assert p.Sites(["L1N3"]).kinds == p.Sites(["heads", "L1N3"]).kinds == p.Sites([]).kinds == ()
     sites = p.Sites(["neurons", "errors"], "end", layers=1)
     assert sites.without("error", "skip") == p.Sites("neurons", "end", layers=1)
     assert sites.without("neuron", "error") is sites  # nothing would be left
-    assert p.Sites(["L1N3"]).without("neuron") == p.Sites(["L1N3"])
     assert Sites.of_kinds(["feature"], [2]) == p.Sites("features", layers=2)
-
-
-def test_names_come_in_order_with_their_indices():
-    groups = resolve_sites(MODEL, ["L1N31", "L0N7", "L1H1", "L1N29"])
-    assert names(groups) == ["L0N7", "L1H1", "L1N29", "L1N31"]
-    assert [group.index.tolist() for group in groups] == [[7], [1], [29, 31]]
-    assert names(resolve_sites(MODEL, "L1N3")) == ["L1N3"]
 
 
 def test_names_with_positions_are_split():
@@ -79,58 +67,42 @@ def test_names_with_positions_are_split():
     assert "got 'L1N3@01'; expected a position after @" in str(caught.value)
 
 
-def test_neurons_of_bilinear_gates():
-    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    assert names(resolve_sites(model, p.Sites("neurons", layers=0))) == [
-        f"L0N{i}" for i in range(4 * D_MLP)
-    ]
-    with pytest.raises(InputError, match="neurons 0 to 147"):
-        resolve_sites(model, ["L1N148"])
-
-
-BAD = {
-    "form": ("5.3", "got '5.3'; expected 'L5H3'"),
-    "layer": ("L3N0", "layers 0 to 1"),
-    "neuron": ("L0N37", "neurons 0 to 36"),
-    "head": ("L0H2", "attention heads 0 to 1"),
-    "dot": ("L0N1.0", "got 'L0N1.0'; expected 'L5H3'"),
-    "number": (7, "got 7"),
-}
-
-
-def test_every_bad_name_is_told():
-    with pytest.raises(InputError) as caught:
-        resolve_sites(MODEL, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
-    assert len(caught.value.reasons) == len(BAD) + 1
-    for _, reason in BAD.values():
-        assert reason in str(caught.value)
-    assert "L0N1 more than once" in str(caught.value)
-
-
-def test_refused_otherwise():
+def test_refused_with_all_reasons():
+    bad = {
+        "5.3": "got '5.3'; expected 'L5H3'",
+        "L3N0": "layers 0 to 1",
+        "L0N37": "neurons 0 to 36",
+        "L0H2": "attention heads 0 to 1",
+        "L0N1.0": "got 'L0N1.0'; expected 'L5H3'",
+        7: "got 7",
+    }
+    with pytest.raises(InputError, match="L0N1 more than once") as caught:
+        resolve_sites(MODEL, ["L0N1", "L0N1", *bad])
+    assert len(caught.value.reasons) == len(bad) + 1
+    assert all(reason in str(caught.value) for reason in bad.values())
     for nothing in ([], {"L0N1"}, None):
         with pytest.raises(InputError, match=r"expected only words \('all', 'heads', 'neurons'"):
             resolve_sites(MODEL, nothing)
     for mixed in (["heads", "L0N1"], "neuron"):
         with pytest.raises(InputError, match=r"got '(heads|neuron)'; expected only words \("):
             resolve_sites(MODEL, mixed)
-    with pytest.raises(InputError, match="got heads of kind feature or skip; these layers have n"):
-        resolve_sites(MODEL, ["skips", "features"])
-    with pytest.raises(InputError, match="got layer 3") as caught:
-        resolve_sites(MODEL, p.Sites("heads", layers=[1, 3, 5]))
-    assert len(caught.value.reasons) == 2
+    for heads, message in (
+        (["skips", "features"], "got heads of kind feature or skip; these layers have n"),
+        (p.Sites("heads", layers=[1, 3]), "got layer 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve_sites(MODEL, heads)
     with pytest.raises(InputError, match="expose_neuron_heads"):
         resolve_sites(bridges.boot("gpt2"), "heads")
-    with pytest.raises(InputError) as caught:
-        p.Sites("all", layers=[-1, True, 2, 2, "0"])
-    assert len(caught.value.reasons) == 4
-    with pytest.raises(InputError, match="got no layers"):
-        p.Sites("heads", layers=[])
-    with pytest.raises(InputError, match="got layers and names of heads"):
-        p.Sites(["L0N3"], layers=0)
-    for heads in ("head", ["neurons", "head"]):
-        with pytest.raises(InputError, match="got 'head'; expected words"):
-            p.Sites(heads, layers=0)
+    for heads, layers, message in (
+        ("all", [-1, True, 2, 2, "0"], "got "),
+        ("heads", [], "got no layers"),
+        (["L0N3"], 0, "got layers and names of heads"),
+        (["neurons", "head"], 0, "got 'head'; expected words"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            p.Sites(heads, layers=layers)
+        assert len(caught.value.reasons) == (4 if heads == "all" else 1)
 
 
 def pair_of(lengths, side="right", roles=None):
@@ -206,8 +178,6 @@ def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
         for positions in ("each", 0, [-1, 1]):
             assert aligned(same, positions) is positions
 
-
-def test_prompts_of_one_length_with_padding_on_different_sides():
     tokens_, mask = tokens(batch=2, pos=POS), torch.ones(2, POS)
     mask[0, 0] = mask[1, -1] = 0
     pair = Contrast(tokens_, (tokens_ + 1) % 41, p.loss(), mask=mask).pair(MODEL)
@@ -240,24 +210,6 @@ def test_a_token_belongs_to_the_last_of_its_roles(side):
     # A half of the prompts may lack a role, so that a circuit of all prompts also runs on it.
     half = pair.of_prompts([1], cut=False)
     assert shown(resolve_positions(half, ["b", "d"])) == {"b": [], "d": [[0, at((1, 1))[0][1]]]}
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_by_role(side):
-    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": [1, -2, 1]}
-    pair = pair_of([5, 2, 3], side, roles)
-    start = [0, 0, 0] if side == "right" else [2, 5, 4]
-    expected = {
-        "subject": [[0, start[0] + 3], [2, start[2]]],
-        "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
-        "second": [[0, start[0] + 1], [1, start[1]], [2, start[2] + 1]],
-    }
-    assert shown(resolve_positions(pair, "roles")) == expected
-    assert shown(resolve_positions(pair, "end")) == {"end": expected["end"]}
-    assert list(shown(resolve_positions(pair, ("second", "end")))) == ["second", "end"]
-    # In some of the prompts, the roles are those of these prompts.
-    (subject,) = resolve_positions(pair.of_prompts([2, 0]), "subject")
-    assert subject.chosen.nonzero().tolist() == [[0, start[2]], [1, start[0] + 3]]
 
 
 def test_roles_that_are_none():

@@ -14,7 +14,6 @@ from attn_only_lens import (
     Bilinear,
     Contrast,
     calibrate,
-    circuits,
     convert,
     expose_neuron_heads,
     patching,
@@ -103,27 +102,24 @@ def test_lower_precision(name, dtype):
     assert report.ok, report
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("name", ["gelu", "relu"])
 @torch.no_grad()
-def test_no_nan_far_out(dtype):
-    for name in ("gelu", "relu", "silu"):
-        model = build(name, dtype=dtype)
-        model.blocks[1].mlp.W_in.data[0] = 4.0  # the product with 2e4 overflows float16
-        attn = bilinear(model).blocks[3].attn
-        x = torch.zeros(1, 5, 26, dtype=dtype)
-        x[0, :, 0] = torch.tensor([0.0, 100.0, -100.0, 2e4, -2e4], dtype=dtype)
-        expected = model.blocks[1].mlp(x)
-        assert not (attn(x).isnan() & ~expected.isnan()).any()
-        for point in ("hook_pattern", "hook_attn_scores", "hook_k"):
-            handle = getattr(attn, point).register_forward_hook(lambda *_: None)
+def test_no_nan_far_out(name):
+    model = build(name, dtype=torch.float16)
+    model.blocks[1].mlp.W_in.data[0] = 4.0  # the product with 2e4 overflows float16
+    attn = bilinear(model).blocks[3].attn
+    x = torch.zeros(1, 5, 26, dtype=torch.float16)
+    x[0, :, 0] = torch.tensor([0.0, 100.0, -100.0, 2e4, -2e4], dtype=torch.float16)
+    expected = model.blocks[1].mlp(x)
+    assert not (attn(x).isnan() & ~expected.isnan()).any()
+    for point in ("hook_pattern", "hook_attn_scores", "hook_k"):
+        with getattr(attn, point).register_forward_hook(lambda *_: None):
             assert not (attn(x).isnan() & ~expected.isnan()).any()
-            handle.remove()
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
-@pytest.mark.parametrize("name", ["llama"])
-def test_each_hook_point_alone_and_its_gradient(name, point):
-    model = bilinear(build(name))
+def test_each_hook_point_alone_and_its_gradient(point):
+    model = bilinear(build("llama"))
     model.set_use_attn_result(True)
     hook = f"blocks.3.attn.hook_{point}"
     logits, cache = model.run_with_cache(tokens(), names_filter=hook)
@@ -154,26 +150,12 @@ def test_gradients(name):
             assert (gradient - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
-def test_neuron_gate(name):
-    source = build(name)
-    model = bilinear(source)
+def test_parts_sum_to_the_stream():
+    model = bilinear(build("llama"))
     _, cache = model.run_with_cache(tokens())
-    got = model.neuron_gate(cache, "L1N29")
-    torch.testing.assert_close(got * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
-    one = cache.apply_slice_to_batch_dim(1)
-    torch.testing.assert_close(model.neuron_gate(one, "L1N29"), got[1])
-    exact = convert(source)
-    _, cache = exact.run_with_cache(tokens())
-    assert torch.equal(exact.neuron_gate(cache, "L1N29"), cache["pattern", 3][:, 29, :, 0])
-
-
-@pytest.mark.parametrize("name", ["gelu", "llama", "post_norm"])
-@torch.no_grad()
-def test_parts_sum_to_the_stream(name):
-    model = bilinear(build(name))
-    _, cache = model.run_with_cache(tokens())
+    gate = model.neuron_gate(cache, "L1N29")
+    torch.testing.assert_close(gate * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
     end = cache["resid_post", 5]
     for expand in (True, False):
         stack, labels = cache.get_full_resid_decomposition(
@@ -181,7 +163,6 @@ def test_parts_sum_to_the_stream(name):
         )
         assert len(stack) == len(labels)
         assert relative(stack.sum(0), end) <= 1e-11
-    assert ("L1N29" in labels) is False
     neurons, labels = cache.stack_neuron_results(-1, return_labels=True)
     n_neurons = model.cfg.gating.heads * D_MLP
     assert labels[n_neurons + 29] == "L1N29"
@@ -191,37 +172,18 @@ def test_parts_sum_to_the_stream(name):
 
 
 @torch.no_grad()
-def test_knocked_out_self_edges_ablate_the_neuron():
-    model = bilinear(build("gelu"))
-
-    def look_away(pattern, hook):
-        pattern[:, 29 * 4 : 30 * 4, :, 0] = 0.0
-
-    def ablate(post, hook):
-        post[..., 29] = 0.0
-
-    oracle = approximated(build("gelu"), model)
-    got = model.run_with_hooks(tokens(), fwd_hooks=[("blocks.3.attn.hook_pattern", look_away)])
-    expected = oracle.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.mlp.hook_post", ablate)])
-    assert relative(got, expected) <= EXACT
-    assert relative(got, model(tokens())) > 1e-3
-
-
-@pytest.mark.parametrize(("name", "m"), [("llama", 6), ("silu_gated", 4)])
-@torch.no_grad()
-def test_heads_that_cancel_are_allowed_their_rounding(name, m):
+def test_heads_that_cancel_are_allowed_their_rounding():
     """In float32, `verify` allows larger errors where heads cancel; the CPU decides how large."""
-    source = build(name, dtype=torch.float32)
-    model = bilinear(source, heads=m)
+    source = build("llama", dtype=torch.float32)
+    model = bilinear(source, heads=6)
     report = verify(source, model, tokens())
     assert report.ok, report
     assert 8 < report.tolerance / LOGIT_TOLERANCE[torch.float32] < 17  # Σ|a| / R
     assert report.rounding < report.tolerance / 3
     prompts = tokens(seed=1, batch=1), tokens(seed=2, batch=1)
     contrast = Contrast(*prompts, patching.logit_diff(7, 11))
-    circuits.attribution_graph(model, dataclasses.replace(contrast, corrupted=None))
     patching.attribution(model, contrast, method="integrated")
-    damaged = bilinear(source, heads=m, copy_weights=True)
+    damaged = bilinear(source, heads=6, copy_weights=True)
     damaged.blocks[3].attn.W_out.mul_(1.003)
     assert not verify(source, damaged, tokens()).ok
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +32,9 @@ from attn_only_lens.models.checkpoint import MANIFEST, hooked, save_load
 from attn_only_lens.models.source_folder import load_source
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save(convert(build("gelu")), tmp_path_factory.mktemp("saved") / "model")
-
-
 @pytest.fixture
-def folder(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "model")
+def folder(tmp_path):
+    return save(convert(build("gelu")), tmp_path / "model")
 
 
 def same(a, b):
@@ -97,22 +94,12 @@ def test_ties_frozen_parameters_and_mode(tmp_path):
 
 @torch.no_grad()
 def test_tokenizer_comes_along(tmp_path):
-    source = build("gelu", d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side="left")
-    model = convert(source)
-    loaded = load(save(model, tmp_path / "saved"))
+    source = talking()
+    loaded = load(save(convert(source), tmp_path / "saved"))
     texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
     assert torch.equal(loaded.to_tokens(texts), source.to_tokens(texts))
     assert torch.equal(loaded(texts), source(texts))
     assert loaded.tokenizer.padding_side == "left"
-
-
-def test_nothing_is_unpickled(saved, monkeypatch):
-    import pickle
-
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, lambda *args, **kwargs: pytest.fail("a pickle was read"))
-    load(saved)
 
 
 @pytest.mark.parametrize("failing", [(hooked, "write_tensors"), (save_load, "write_manifest")])
@@ -133,44 +120,21 @@ def test_interrupted_save_leaves_the_old_one(failing, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("nothing", "model.safetensors"),
         ("two blocks", "figs/one.png"),
         ("grown", "tokenizer/added/merges.txt"),
     ],
 )
 def test_a_users_files_are_not_deleted(kind, name, tmp_path):
     """A folder that was saved is saved over, unless it holds something else."""
-    folder = tmp_path / "saved"
-    make = FOLDERS["two blocks" if kind == "nothing" else kind][0]
-    if kind != "nothing":
-        make(folder)
-        make(folder)
+    folder, (make, _) = tmp_path / "saved", FOLDERS[kind]
+    make(folder)
+    make(folder)
     added = folder / name
     added.parent.mkdir(exist_ok=True, parents=True)
     added.write_text("years of work")
     with pytest.raises(CheckpointError, match=f"it also holds {name.split('/')[0]}"):
         make(folder)
     assert added.read_text() == "years of work"
-
-
-def test_odd_destinations(tmp_path, monkeypatch):
-    model = convert(build("gelu"))
-    (tmp_path / "file").write_text("text")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    (tmp_path / "dangling").symlink_to(tmp_path / "later")
-    monkeypatch.chdir(tmp_path)
-    for folder, message in (
-        (".", "got the current folder"),
-        ("file", "is a file"),
-        ("file/in/it", "cannot be written"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            save(model, folder)
-    for link, target in (("link", "empty"), ("dangling", "later")):
-        save(model, link)
-        assert (tmp_path / link).is_symlink()
-        same(model, load(tmp_path / target))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +177,6 @@ def flip_a_byte(folder):
     (folder / "model.safetensors").write_bytes(data)
 
 
-def truncate(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-5])
-
-
 def tensors_exchanged(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["blocks.9.attn.W_in"] = tensors.pop("blocks.1.attn.W_in")
@@ -230,34 +189,22 @@ def tokenizer_extended(folder):
     (folder / "tokenizer" / "added_tokens.json").write_text("{}")
 
 
-def without_weights_listed(folder):
-    rewrite(folder / MANIFEST, lambda whole: whole["files"].pop("model.safetensors"))
-
-
 EXACT_OF_FOUR = {"kind": "exact", "heads": 4, "ranges": None, "slope": None, "silu": None}
 DAMAGE = {
     "no tokenizer": (edit(padding_side="left"), "tokenizer is missing, but the model was saved"),
-    "no weights listed": (without_weights_listed, "safetensors is missing"),
     "tokenizer extended": (tokenizer_extended, "tokenizer/added_tokens.json was added"),
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
-    "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST}"),
     "no folder": (shutil.rmtree, "there is no folder"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "an exact gate of four heads": (edit(gate=EXACT_OF_FOUR), "expected one head, no slope"),
     "a gate without ranges": (edit(gate={"kind": "bilinear", "heads": 4}), "cannot be built"),
     "newer": (edit(format_version=10), "format version 10, but this attn-only-lens reads"),
-    "a layer of no size": (edit(layers=[{}] * 3), "n_heads is missing"),
     "tied to nothing": (edit(tied={"x": "y"}), "x is not a parameter"),
     "frozen nothing": (edit(frozen=["x"]), "x is not a parameter"),
     "other sizes": (config(d_mlp=53), "d_mlp=37.* expected 3 layers, with LayerSizes.*d_mlp=53"),
     "unknown field": (config(warp_drive=True), "warp_drive"),
-    "unknown activation": (config(act_fn="solu"), "solu"),
-    "tensors exchanged": (
-        tensors_exchanged,
-        r"blocks\.1\.attn\.W_in is missing; blocks\.9\.attn\.W_in is not known",
-    ),
+    "tensors exchanged": (tensors_exchanged, r"1\.attn\.W_in is missing; .*9\.attn\.W_in is not"),
 }
 
 
@@ -269,35 +216,24 @@ def test_damage_is_refused(case, folder):
         load(folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dtype": "int8"}, "expected one of float64"),
-        ({"device": "abacus"}, "got device='abacus'"),
-        ({"device": "meta"}, "got device='meta'"),
-    ],
-)
-def test_unknown_device_or_dtype(arguments, message, saved):
-    with pytest.raises(CheckpointError, match=message):
-        load(saved, **arguments)
+def test_unknown_device_or_dtype(folder):
+    with pytest.raises(CheckpointError, match="expected one of float64"):
+        load(folder, dtype="int8")
+    for device in ("abacus", "meta"):
+        with pytest.raises(CheckpointError, match=f"got device='{device}'"):
+            load(folder, device=device)
 
 
-def saved_two_blocks(folder):
+def talking():
     source = build("gelu", dtype=torch.float32, d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
-    save(convert(source), folder)
-
-
-def saved_in_place(folder):
-    save(expose_neuron_heads(build("llama")).model, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        source.set_tokenizer(tiny_tokenizer(41, Path(folder)), default_padding_side="left")
+    return source
 
 
 def saved_grown(folder):
-    source = build("gelu", dtype=torch.float32, d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
-    grow(source, growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))).save_pretrained(
-        folder
-    )
+    expansion = growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))
+    return grow(talking(), expansion).save_pretrained(folder)
 
 
 def of_grown(folder):
@@ -312,8 +248,8 @@ def of_saved(folder):
 
 
 FOLDERS = {
-    "two blocks": (saved_two_blocks, of_saved),
-    "in place": (saved_in_place, of_saved),
+    "two blocks": (lambda folder: save(convert(talking()), folder), of_saved),
+    "in place": (lambda folder: save(expose_neuron_heads(build("llama")).model, folder), of_saved),
     "grown": (saved_grown, of_grown),
 }
 
@@ -335,20 +271,16 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     assert refused > 20
 
 
-@pytest.mark.parametrize("kind", ["two blocks", "in place"])
-def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
-    make, read = FOLDERS[kind]
-    make(tmp_path / "folder")
-    path = tmp_path / "folder" / MANIFEST
-    whole, (tensors, *_) = json.loads(path.read_text()), read(tmp_path / "folder")
-    loaded = 0
+def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(folder):
+    path = folder / MANIFEST
+    whole, tensors, loaded = json.loads(path.read_text()), load(folder).state_dict(), 0
     for seed in range(40):
         changed, what = mutated(whole, seed)
         path.write_text(json.dumps(changed))
         rewrite(path)
         started = time.process_time()
         try:
-            again = load(tmp_path / "folder").state_dict()
+            again = load(folder).state_dict()
             assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), what
             loaded += 1
         except CheckpointError:
@@ -357,40 +289,30 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(kind, tmp_path):
     assert 0 < loaded < 40
 
 
-BAD_SIZES = (
-    *({"n_layers": 10**6}, {"d_vocab": 10**12}, {"n_ctx": 10**9}, {"num_experts": 10**6}),
-    *({"d_mlp": None}, {"n_heads": "2"}, {"eps": float("inf")}, {"rotary_base": 0}),
-    {"positional_embedding_type": "none"},
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        *((fields, "") for fields in BAD_SIZES),
+def test_a_configuration_is_checked_before_anything_is_built(folder, tmp_path):
+    source = source_folder(tmp_path / "source") / "config.json"
+    good = json.loads(source.read_text())
+    for fields, words in (
+        *(({"n_layers": 10**6}, ""), ({"d_vocab": 10**12}, ""), ({"n_ctx": 10**9}, "")),
+        *(({"d_mlp": None}, ""), ({"eps": float("inf")}, ""), ({"rotary_base": 0}, "")),
+        ({"positional_embedding_type": "none"}, ""),
         ({"act_fn": "nonsense"}, "got 'nonsense'; expected one of gelu, "),
         ({"load_in_4bit": True}, "4-bit"),
-    ],
-)
-def test_a_configuration_is_checked_before_anything_is_built(fields, words, folder, tmp_path):
-    (tmp_path / "source").mkdir()
-    source = source_folder(tmp_path / "source") / "config.json"
-    source.write_text(json.dumps(json.loads(source.read_text()) | fields))
-    config(**fields)(folder)
-    for read, path in ((load, folder), (load_source, source.parent)):
-        started = time.process_time()
-        with pytest.raises(CheckpointError) as error:
-            read(path)
-        assert time.process_time() - started < 5
-        assert words in str(error.value)
-        assert " at 0x" not in str(error.value)
+    ):
+        source.write_text(json.dumps(good | fields))
+        before = (folder / MANIFEST).read_text()
+        config(**fields)(folder)
+        for read, path in ((load, folder), (load_source, source.parent)):
+            started = time.process_time()
+            with pytest.raises(CheckpointError, match=words):
+                read(path)
+            assert time.process_time() - started < 5
+        (folder / MANIFEST).write_text(before)
 
 
 def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
     """Loading a source makes no request and runs no foreign code, whatever its configuration."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    source_folder(folder)
+    folder = source_folder(tmp_path / "source")
     config = json.loads((folder / "config.json").read_text())
     options = {"tokenizer_name": "somebody/else", "trust_remote_code": True}
     (folder / "config.json").write_text(json.dumps(config | options))
@@ -401,12 +323,3 @@ def test_a_source_asks_no_hub_and_runs_no_code(tmp_path):
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
     with pytest.raises(CheckpointError, match="outside of that folder"):
         load_source(folder)
-
-
-def test_files_can_be_shared(folder, tmp_path):
-    """The umask decides who can read the files, although safetensors allows only the owner."""
-    save(load(folder), folder)
-    plain = tmp_path / "plain"
-    plain.write_text("")
-    for path in (folder / "model.safetensors", folder / MANIFEST):
-        assert path.stat().st_mode & 0o777 == plain.stat().st_mode & 0o777

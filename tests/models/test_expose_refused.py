@@ -10,7 +10,6 @@ from bridges import WIDE, boot, bridged, randomise
 from common import D_MLP, D_VOCAB, mlp_hook, needs_hooked_transformer, relative, tokens
 from exposed_states import state
 from torch import nn
-from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import Bilinear, convert, expose_neuron_heads, save
@@ -27,10 +26,6 @@ KINDS = {
             **{"num_attention_heads": 2, "ffn_dim": D_MLP, "word_embed_proj_dim": 26},
         ),
         "one axis holds the tokens of all prompts",
-    ),
-    "bloom": (
-        lambda: transformers.BloomConfig(vocab_size=41, hidden_size=26, n_layer=2, n_head=2),
-        "BloomMLPBridge",
     ),
     "mpt": (
         lambda: transformers.MptConfig(vocab_size=41, d_model=26, n_heads=2, n_layers=2),
@@ -90,18 +85,6 @@ class Snake(nn.Module):
         return q + torch.sin(self.a * q) ** 2 / self.a
 
 
-class Stateful(nn.Module):
-    """SiLU, but another function in every second call."""
-
-    def __init__(self):
-        super().__init__()
-        self.times = 0
-
-    def forward(self, q):
-        self.times += 1
-        return torch.nn.functional.silu(q) + (self.times % 2 == 0)
-
-
 class Adapted(nn.Module):
     """A projection with an adapter."""
 
@@ -114,11 +97,6 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.A
 
 
-class Halves(nn.Module):
-    def forward(self, weight):
-        return (weight * 2).round() / 2
-
-
 def inside(mlp, change):
     """Wrap an MLP's forward function so that its output is changed."""
     old = mlp.forward
@@ -126,9 +104,7 @@ def inside(mlp, change):
 
 
 SPOILS = {
-    "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "expected one of gelu"),
     "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "expected one of gelu"),
-    "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer computes silu"),
     "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
     "scale after": (lambda b, m: inside(m, lambda x, y: 1.01 * y), "output is not the sum"),
     "dropout that is never off": (
@@ -144,12 +120,6 @@ SPOILS = {
     "W_out adapted": (
         lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
         "its W_out is an Adapted",
-    ),
-    "W_out parametrized": (
-        lambda b, m: parametrize.register_parametrization(
-            b.out.original_component, "weight", Halves()
-        ),
-        "its W_out is a ParametrizedConv1D",
     ),
     "W_out bypassed": (lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)), "fired"),
     "component gone": (lambda b, m: delattr(b, "in"), "no component in"),

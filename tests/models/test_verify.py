@@ -84,6 +84,7 @@ def test_figures_by_hand():
     assert not report.ok
     assert str(report).startswith("DIFFERENT")
     # A last bit is enough: it is within the tolerance, but not bitwise equal.
+    source = boot("gpt2")
     changed = exposed_copy(source, copy_weights=True)
     changed.blocks[1].mlp.out.weight.mul_(1 + 1e-15)
     report = verify(source, changed, tokens())
