@@ -56,56 +56,37 @@ def hooked(model, name):
 
 
 @needs_hooked_transformer
-@pytest.mark.parametrize(
-    ("make", "of", "when"),
-    [
-        ("exposed", "instances", "after a sweep"),
-        ("converted", "class", "after a sweep"),
-        ("converted", "instances", "before"),
-    ],
-)
-def test_an_overridden_mask(make, of, when, monkeypatch):
+@pytest.mark.parametrize("make", ["exposed", "converted"])
+def test_an_overridden_mask(make, monkeypatch):
     from models import build
 
     source = build("gelu")
-
-    def override():
-        for block in source.blocks if of == "instances" else source.blocks[:1]:
-            owner = block.attn if of == "instances" else type(block.attn)
-            method = MethodType(unmasked, block.attn) if of == "instances" else unmasked
-            monkeypatch.setattr(owner, "apply_causal_mask", method)
-
     causal = hooked(source, mlp_hook("post", 0))
-    if when == "before" or make == "converted":
-        override()
-    model = convert(source) if make == "converted" else expose_neuron_heads(source).model
-    if when != "before":
-        swept(model)
-        override()
-    torch.testing.assert_close(model(CLEAN), source(CLEAN))
-    got = swept(model)
+    if make == "exposed":
+        model = expose_neuron_heads(source).model
+        swept(model)  # the mask changes after a sweep
+        for block in source.blocks:
+            monkeypatch.setattr(block.attn, "apply_causal_mask", MethodType(unmasked, block.attn))
+    else:
+        monkeypatch.setattr(type(source.blocks[0].attn), "apply_causal_mask", unmasked)
+        model = convert(source)
     expected = hooked(source, mlp_hook("post", 0))
     assert abs(expected - causal) > 1e-3
-    assert got == pytest.approx(expected, rel=1e-9)
+    assert swept(model) == pytest.approx(expected, rel=1e-9)
+
+
+MASKING = "_apply_reconstruct_attention_mask"
 
 
 @pytest.mark.parametrize("of", ["a method", "a function of a module"])
 def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
     # With two blocks, no later block would read what an earlier token's attention adds.
     monkeypatch.setitem(bridges.SIZES, "num_hidden_layers", 3)
-    model = expose_neuron_heads(bridges.boot("llama")).model
-    assert len(model.blocks) == 3
-    name = mlp_hook("z", 0)
-    swept(model)
+    model, name = expose_neuron_heads(bridges.boot("llama")).model, mlp_hook("z", 0)
     causal = hooked(model, name)
     assert swept(model) == pytest.approx(causal, rel=1e-9)
-    attention = type(model.blocks[0].attn)
     if of == "a method":
-        monkeypatch.setattr(
-            attention,
-            "_apply_reconstruct_attention_mask",
-            lambda self, attn_scores, *args, **kwargs: attn_scores,
-        )
+        monkeypatch.setattr(type(model.blocks[0].attn), MASKING, unmasked)
     else:
         softmax = nn.functional.softmax
         monkeypatch.setattr(
@@ -116,14 +97,12 @@ def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
     assert swept(model) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("overridden", [False, True])
-def test_texts_of_different_lengths(overridden, monkeypatch):
+def test_texts_of_different_lengths(monkeypatch):
     """Padding does not change the activations of a model that attends to all tokens."""
     model = expose_neuron_heads(bridges.boot("llama")).model
-    if overridden:
-        name = "_apply_reconstruct_attention_mask"
-        monkeypatch.setattr(type(model.blocks[0].attn), name, unmasked)
-    assert ignores_padding(model) is not overridden
+    assert ignores_padding(model)
+    monkeypatch.setattr(type(model.blocks[0].attn), MASKING, unmasked)
+    assert not ignores_padding(model)
     texts = [tokens(seed, pos=n)[0].tolist() for seed, n in enumerate((3, 7, 5))]
     found = neurons.top_examples(model, ["L1N3"], neurons.Corpus(texts), k=3)
     for row in found.itertuples():
@@ -144,19 +123,12 @@ ALONE = replace(PAIR, corrupted=None)
 MASKED = Contrast(PADDED, PADDED.roll(1, 1), METRIC, mask=MASK)
 
 
-def ignoring_masks(make, monkeypatch):
-    """Return a model without any attention mask, and a function that gives it one."""
-    if make == "bridge":
-        model = expose_neuron_heads(bridges.boot("llama")).model
-        name = "_apply_reconstruct_attention_mask"
-        monkeypatch.setattr(type(model.blocks[0].attn), name, unmasked)
-        return model, monkeypatch.undo
-    from models import build
-
-    source = build("gelu")
-    attention, model = type(source.blocks[0].attn), convert(source)
-    monkeypatch.setattr(attention, "apply_causal_mask", unmasked)
-    return model, monkeypatch.undo
+@pytest.fixture
+def model(monkeypatch):
+    """A bridge without any attention mask, until `monkeypatch.undo()`."""
+    model = expose_neuron_heads(bridges.boot("llama")).model
+    monkeypatch.setattr(type(model.blocks[0].attn), MASKING, unmasked)
+    return model
 
 
 def means(model):
@@ -164,29 +136,17 @@ def means(model):
         return model(CLEAN)
 
 
-FEW = {
-    "sizes": growth.ComparisonSizes(n_patched=0, n_nodes=0),
-    "resampling": growth.Resampling(n_resamples=2),
-}
-
-
-LAST = p.Sites(SITES, -1)
-
-
-CASES += [pytest.param("converted", x, marks=needs_hooked_transformer) for x in OF_CONVERTED]
-
-
-def compared(model):
+def compared(model, contrast=MASKED):
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    return compare(model, grown, MASKED, **FEW)
+    sizes = growth.ComparisonSizes(n_patched=0, n_nodes=0)
+    few = growth.Resampling(n_resamples=2)
+    return compare(model, grown, contrast, sizes=sizes, resampling=few)
 
 
-def replaced(model):
+def fidelity_of_zeros(model):
     expose_neuron_heads(model).undo()
-    d_model = model.cfg.d_model
-    zeros = torch.zeros(d_model).double()
-    W = torch.eye(d_model).double()
+    zeros, W = torch.zeros(model.cfg.d_model).double(), torch.eye(model.cfg.d_model).double()
     return fidelity(model, {1: Transcoder(W, 0 * W, zeros, zeros)}, ROWS)
 
 
@@ -203,49 +163,52 @@ CALLS = {
     ),
     "explain": lambda x: explain(x, PAIR, strong=1.0),
     "path_expansion": lambda x: circuits.path_expansion(x, ALONE),
-    "fidelity": replaced,
+    "fidelity": fidelity_of_zeros,
     "compare": compared,
 }
-CASES = [
-    *(("bridge", name) for name in CALLS),
-    pytest.param("converted", "activation_patch", marks=needs_hooked_transformer),
-]
 
 
-@pytest.mark.parametrize(("make", "name"), CASES)
-def test_padding_that_changes_logits_is_refused(make, name, monkeypatch):
-    model, give_mask = ignoring_masks(make, monkeypatch)
+@pytest.mark.parametrize("name", CALLS)
+def test_padding_that_changes_logits_is_refused(name, model, monkeypatch):
     padded = model(PADDED, attention_mask=MASK)[1, 3]
     assert relative(padded, model(ROWS[1][None])[0, 3]) > 1e-2
     with pytest.raises(InputError, match="padding on the right changes this model's logits"):
         CALLS[name](model)
-    give_mask()  # control: the call is right on a model that ignores padding
+    monkeypatch.undo()  # control: the call is right on a model that ignores padding
     CALLS[name](expose_neuron_heads(model).model if name == "compare" else model)
 
 
+@needs_hooked_transformer
+def test_padding_that_changes_logits_of_a_converted_model_is_refused(monkeypatch):
+    from models import build
+
+    source = build("gelu")
+    model = convert(source)
+    monkeypatch.setattr(type(source.blocks[0].attn), "apply_causal_mask", unmasked)
+    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
+        CALLS["activation_patch"](model)
+    monkeypatch.undo()
+    CALLS["activation_patch"](model)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_each_side_is_tested(side, monkeypatch):
+def test_each_side_is_tested(side, model, monkeypatch):
     """A model with a causal mask only ignores padding on the right, but not on the left."""
-    model, give_mask = ignoring_masks("bridge", monkeypatch)
     mask = MASK.flip(1) if side == "left" else MASK
     with pytest.raises(InputError, match=f"padding on the {side} changes"):
         replace(MASKED, mask=mask).pair(model)
-    give_mask()
 
     def causal(self, attn_scores, *args, **kwargs):
         return attn_scores + torch.full_like(attn_scores[0, 0], -torch.inf).triu(1)
 
-    monkeypatch.setattr(type(model.blocks[0].attn), "_apply_reconstruct_attention_mask", causal)
+    monkeypatch.setattr(type(model.blocks[0].attn), MASKING, causal)
     with pytest.raises(InputError, match="on the left") if side == "left" else nullcontext():
         replace(MASKED, mask=mask).pair(model)
 
 
-def test_functions_that_run_each_length_alone(monkeypatch):
-    model, _ = ignoring_masks("bridge", monkeypatch)
+def test_compare_runs_each_length_alone(model):
     rows, answers = [*ROWS, *OTHERS], ([2, 3, 5, 7], [11, 13, 17, 19])
     last = [model(row[None])[0, -1, list(x)] for row, *x in zip(rows, *answers, strict=True)]
-    expose_neuron_heads(model).undo()
-    grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    result = compare(model, grown, Contrast(rows, None, p.logit_diff(*answers)), **FEW)
+    result = compared(model, Contrast(rows, None, p.logit_diff(*answers)))
     expected = torch.stack(last).diff().mean().item()
     assert result.about["values"]["original"]["clean"] == pytest.approx(-expected, rel=1e-9)

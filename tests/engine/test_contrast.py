@@ -37,41 +37,34 @@ def model(tmp_path):
 # Construction
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reasons"),
-    [
-        (
-            (7, {"w1"}, 3),
-            [
-                "clean: got an int; expected a text, a list of texts, or tokens",
-                "corrupted: got a set; expected a text",
-                "got an int as metric; expected a metric such as logit_diff",
-            ],
-        ),
-        (([[3, 5]], "w1", METRIC), ["clean: got a list; expected .* or tokens in a tensor"]),
-        (([], torch.zeros(0, 3), METRIC), ["clean: got no prompts", "corrupted: got no prompts"]),
-        ((["w1"] * 3, ["w2"], METRIC), ["got 3 clean and 1 corrupted prompts; expected the same"]),
-    ],
-)
-def test_refused_with_every_reason(arguments, reasons):
-    reasons = [*reasons, "roles: got a list; expected a dict from names to positions"]
+def test_refused_with_every_reason():
     with pytest.raises(InputError) as caught:
-        Contrast(*arguments, roles=["end"])
-    assert len(caught.value.reasons) == len(reasons)
-    for reason in reasons:
+        Contrast(7, {"w1"}, 3, roles=["end"])
+    assert len(caught.value.reasons) == 4
+    for reason in (
+        "clean: got an int; expected a text, a list of texts, or tokens",
+        "corrupted: got a set; expected a text",
+        "got an int as metric; expected a metric such as logit_diff",
+        "roles: got a list; expected a dict from names to positions",
+    ):
         assert caught.match(reason)
+    for clean, corrupted, reason in (
+        ([[3, 5]], "w1", "clean: got a list; expected .* or tokens in a tensor"),
+        ([], torch.zeros(0, 3), "(?s)clean: got no prompts.*corrupted: got no prompts"),
+        (["w1"] * 3, ["w2"], "got 3 clean and 1 corrupted prompts; expected the same"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            Contrast(clean, corrupted, METRIC)
 
 
 def test_prompts_of_every_form():
     text, rows = "w1 w2", tokens(batch=3)
     for prompts, n in (
         (text, 1),
-        ([text], 1),
         ([text] * 3, 3),
         (rows, 3),
         (rows[0], 1),
         (list(rows), 3),
-        (rows.numpy(), 3),
         (rows.numpy().astype(np.uint8), 3),
     ):
         assert len(Contrast(prompts, None, METRIC)) == len(Contrast(prompts, prompts, METRIC)) == n
@@ -104,9 +97,6 @@ def test_a_pair_is_that_of_its_prompts(model):
     require_same(alone, single_prompts(model, CLEAN, roles=PAIR.roles))
     assert alone.corrupted is alone.clean
     assert not torch.equal(pair.corrupted, pair.clean)  # control
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    of_tokens = Contrast(tokens(pos=3), tokens(1, pos=3), METRIC, mask=mask).pair(model)
-    require_same(of_tokens, prompt_pair(model, tokens(pos=3), tokens(1, pos=3), mask))
 
 
 def test_a_pair_is_made_once_for_each_model(model):
@@ -129,72 +119,54 @@ def test_a_pair_is_made_once_for_each_model(model):
     assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
 
 
-def another_tokenizer(model, folder):
-    model.tokenizer = tiny_tokenizer(D_VOCAB - 2, folder / "another")
-
-
-def pad_on_the_left(model, folder):
-    model.tokenizer.padding_side = "left"
-
-
-def another_padding(model, folder):
-    model.tokenizer.pad_token = "<eos>"
-
-
-def without_bos(model, folder):
-    model.cfg.default_prepend_bos = False
-
-
 @pytest.mark.parametrize(
-    "change", [another_tokenizer, pad_on_the_left, another_padding, without_bos]
+    "change",
+    [
+        lambda model: setattr(model.tokenizer, "padding_side", "left"),
+        lambda model: setattr(model.tokenizer, "pad_token", "<eos>"),
+        lambda model: setattr(model.cfg, "default_prepend_bos", False),
+    ],
 )
-def test_a_pair_is_made_again_if_texts_are_read_otherwise(change, model, tmp_path):
+def test_a_pair_is_made_again_if_texts_are_read_otherwise(change, model):
     contrast = replace(PAIR)
     pair = contrast.pair(model)
-    change(model, tmp_path)
+    change(model)
     again = contrast.pair(model)
-    assert again is not pair
     require_same(again, prompt_pair(model, CLEAN, CORRUPTED, roles=PAIR.roles))
-    if change is not another_tokenizer:
-        assert not torch.equal(again.clean, pair.clean)
+    assert not torch.equal(again.clean, pair.clean)
     assert contrast.pair(model) is again
 
 
-def test_a_pair_is_made_again_on_another_device(model):
+def test_a_pair_is_made_again_for_another_tokenizer_or_device(model, tmp_path):
+    contrast = replace(PAIR)
+    pair = contrast.pair(model)
+    model.tokenizer = tiny_tokenizer(D_VOCAB - 2, tmp_path / "another")
+    assert contrast.pair(model) is not pair
     contrast = Contrast(tokens(), None, METRIC)  # a pair cannot be compared on this device
     pair = contrast.pair(model)
     model.to("meta")
     again = contrast.pair(model)
     assert (pair.clean.device.type, again.clean.device.type) == ("cpu", "meta")
-    assert contrast.pair(model) is again
 
 
-def test_padding_is_tested_with_each_call(model, monkeypatch):
-    """The model may have changed after its first analysis."""
-    PAIR.pair(model)
-    name = "attn_only_lens.engine.prompts.ignores_padding"
-    monkeypatch.setattr(name, lambda model, side: False)
-    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
-        PAIR.pair(model)
-    one = replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1], roles={})
-    one.pair(model)  # without padding
-
-
-def test_refusals_and_warnings_are_those_of_prompts(model):
+def test_refusals_and_warnings_are_those_of_prompts(model, monkeypatch):
     with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transform"):
         PAIR.pair("gpt2")
     with pytest.raises(InputError, match="prompt 0 has 4 clean tokens"):
         replace(PAIR, corrupted=("w1", "w2")).pair(model)
-    with pytest.raises(InputError, match="got a mask with texts"):
-        replace(PAIR, mask=torch.ones(2, 4)).pair(model)
-    with pytest.raises(InputError, match="identical prompts"):
-        replace(PAIR, corrupted=CLEAN).pair(model)
     odd = replace(PAIR, clean=("w1 odd w3", "w8 w9"))
     with pytest.warns(InputWarning, match="'odd' in clean prompt 0 'w1 odd w3'"):
         odd.pair(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         odd.pair(model)  # a contrast warns once for each model
+    # Padding is tested with each call: the model may have changed after its first analysis.
+    PAIR.pair(model)
+    name = "attn_only_lens.engine.prompts.ignores_padding"
+    monkeypatch.setattr(name, lambda model, side: False)
+    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
+        PAIR.pair(model)
+    replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1], roles={}).pair(model)  # no padding
 
 
 @pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: [*x]])
@@ -256,37 +228,25 @@ def test_a_function_is_stored_by_its_name(tmp_path):
         return logits[:, -1].max()
 
     path = tmp_path / "contrast.json"
-    for metric in (largest, p.custom(largest, version="1")):
+    # A function with the name of one of the package's metrics is still a function.
+    for metric in (largest, p.custom(largest, name="loss", version="1")):
         replace(PAIR, metric=metric).save(path)
-        with pytest.raises(InputError, match="only the name of its metric, largest, a function; "):
+        with pytest.raises(InputError, match=r"only the name of its metric, .*, a function; "):
             Contrast.load(path)
-        assert Contrast.load(path, largest).metric is largest
         with pytest.raises(InputError, match=r"got the metric logit_diff\(5, 7\); expected"):
             Contrast.load(path, METRIC)
-    # A function with the name of one of the package's metrics is still a function.
-    replace(PAIR, metric=p.custom(largest, name="loss", version="1")).save(path)
-    with pytest.raises(InputError, match="a function; expected metric="):
-        Contrast.load(path)
+    replace(PAIR, metric=largest).save(path)
+    assert Contrast.load(path, largest).metric is largest
     PAIR.save(path)
     assert Contrast.load(path, METRIC).metric is METRIC
     with pytest.raises(InputError, match="got the metric largest; expected logit_diff"):
         Contrast.load(path, largest)
 
 
-def test_what_json_cannot_store_is_refused(tmp_path):
-    for contrast, match in (
-        (replace(PAIR, name=7), r"contrast\.name: got 7; expected str"),
-        (replace(PAIR, mask="x"), "mask: got 'x'"),
-        (Contrast(ROWS * 0.5, ROWS, METRIC), "clean"),
-    ):
-        with pytest.raises(CheckpointError, match=match):
-            contrast.save(tmp_path / "contrast.json")
-        assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("path_to", "value", "match"),
     [
+        (("name",), 7, r"contrast\.name: got 7; expected str"),
         (("metric", "version"), "7", "logit_diff.*, version 7, .*: use the release that wrote"),
         (("metric", "answers"), [[[5]], [[9]]], r"has the metric logit_diff\(5, 7\)"),
         (("metric", "kind"), "entropy", r"has the metric logit_diff\(5, 7\)"),
@@ -308,15 +268,3 @@ def test_files_that_another_program_wrote_are_refused(path_to, value, match, tmp
     rewrite(tmp_path / "contrast.json", change)
     with pytest.raises(CheckpointError, match=match):
         Contrast.load(tmp_path / "contrast.json")
-
-
-def test_other_files_are_refused(tmp_path):
-    PAIR.save(tmp_path / "a.json")
-    rewrite(tmp_path / "a.json", format="attn_only_lens.Circuit")
-    with pytest.raises(CheckpointError, match=r"which circuits\.Circuit\.load opens; expected"):
-        Contrast.load(tmp_path / "a.json")
-    rewrite(tmp_path / "a.json", format="attn_only_lens.Contrast", format_version=2)
-    with pytest.raises(CheckpointError, match="has format version 2, but this attn-only-lens"):
-        Contrast.load(tmp_path / "a.json")
-    with pytest.raises(CheckpointError, match="is missing"):
-        Contrast.load(tmp_path / "b.json")

@@ -5,13 +5,12 @@ import pandas as pd
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from common import needs_transformer_lens_4
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_only_lens import Contrast, circuits, compare, expose_neuron_heads, grow, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks
 from attn_only_lens.errors import ComparisonError, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
@@ -100,20 +99,3 @@ def test_hooks_of_libraries_are_not_refused(name):
     # Control: a user's hook next to the libraries' hooks is found.
     recorded.original_model.register_forward_hook(look)
     assert find_hooks(recorded).users == ("original_model",)
-
-
-@needs_transformer_lens_4
-def test_what_shows_parts_without_a_module_is_transformer_lens_own():
-    model = exposed("bert")
-    hooks = find_hooks(model)
-    assert not hooks.users
-    assert not hooks.internal
-    assert sorted(hooks.placeholders) == [
-        f"blocks.{layer}.mlp.{point}"
-        for layer in (0, 1)
-        for point in ("in.hook_in", "out.hook_out")
-    ]
-    # The message does not advise reset_hooks, which would also remove TransformerLens' hooks.
-    model.add_hook("blocks.1.hook_resid_pre", look, is_permanent=True)
-    (reason,) = hook_reasons(model)
-    assert "remove them first: model.reset_hooks" not in reason

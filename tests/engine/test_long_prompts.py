@@ -93,9 +93,3 @@ def test_top_examples_are_those_of_each_text_alone():
         z = cache["blocks.1.mlp.hook_post"][0, :, 3]
         for row in rows.itertuples():
             assert abs(float(z[row.at]) - row.value) < 1e-5
-
-
-def test_other_models_have_a_longest_prompt():
-    _, model = llama("yarn")
-    with pytest.raises(InputError, match="21"):
-        p.activation_patch(model, prompts(23))

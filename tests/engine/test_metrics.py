@@ -54,83 +54,71 @@ def softmax(row):
     return [math.exp(x) / total for x in row]
 
 
-def at_last(run):
-    return [run[i, LAST[i]].tolist() for i in range(BATCH)]
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
-
-
-def by_hand_kl(run, clean):
-    rows = zip(map(softmax, at_last(clean)), map(softmax, at_last(run)), strict=True)
-    return mean(sum(c * math.log(c / q) for c, q in zip(*row, strict=True)) for row in rows)
-
-
 CLEAN = logits_of(99, sites=1)[0]
+CLEAN_ODDS = [softmax(CLEAN[i, LAST[i]].tolist()) for i in range(BATCH)]
+TEXTS = ["w1", "w9", "w3"]  # w0 is token 4, after four special tokens
+SETS = [[2, 3], [5], ["w1", 7]], [[11], [2, 13, 3], [17]]
+TOKENS = [[2, 3], [5], [5, 7]], SETS[1]
+# Each metric, and its value of prompt i by hand, of the prompt's logits [pos][token] as lists.
 BY_HAND = {
     "logit_diff": (
         p.logit_diff(CORRECT, torch.tensor(WRONG)),
-        lambda run: mean(
-            row[c] - row[w] for row, c, w in zip(at_last(run), CORRECT, WRONG, strict=True)
-        ),
+        lambda i, run: run[-1][CORRECT[i]] - run[-1][WRONG[i]],
     ),
-    "texts": (
-        p.logit_diff("w1", ["w9", "w3", "w4"]),  # w0 is token 4, after four special tokens
-        lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
-    ),
+    "texts": (p.logit_diff(17, TEXTS), lambda i, run: run[-1][17] - run[-1][[5, 13, 7][i]]),
     "probability_diff": (
-        p.probability_diff([[2, 3], [5], ["w1", 7]], [[11], [2, 13, 3], [17]]),
-        lambda run: mean(
-            sum(row[c] for c in right) - sum(row[w] for w in wrong)
-            for row, right, wrong in zip(
-                map(softmax, at_last(run)),
-                ([2, 3], [5], [5, 7]),
-                ([11], [2, 13, 3], [17]),
-                strict=True,
-            )
+        p.probability_diff(*SETS),
+        lambda i, run: sum(
+            sign * softmax(run[-1])[t]
+            for sign, of_prompts in zip((1, -1), TOKENS, strict=True)
+            for t in of_prompts[i]
         ),
     ),
-    "probability": (
-        p.probability(CORRECT),
-        lambda run: mean(softmax(row)[c] for row, c in zip(at_last(run), CORRECT, strict=True)),
+    "probability": (p.probability(CORRECT), lambda i, run: softmax(run[-1])[CORRECT[i]]),
+    "log_probability": (p.log_probability(3), lambda i, run: math.log(softmax(run[-1])[3])),
+    "kl": (
+        p.kl(),
+        lambda i, run: sum(
+            c * math.log(c / q) for c, q in zip(CLEAN_ODDS[i], softmax(run[-1]), strict=True)
+        ),
     ),
-    "log_probability": (
-        p.log_probability(3),
-        lambda run: mean(math.log(softmax(row)[3]) for row in at_last(run)),
-    ),
-    "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
-    "custom": (
-        lambda logits: logits[:, -1, 3].mean(),
-        lambda run: mean(row[3] for row in at_last(run)),
-    ),
-    "custom, each": (
-        lambda logits: logits[:, -2, 3],
-        lambda run: mean(run[i, LAST[i] - 1, 3].item() for i in range(BATCH)),
-    ),
-    "custom number": (
-        p.custom(lambda logits: logits[:, -2:].max().item(), name="largest"),
-        lambda run: max(run[i, LAST[i] - 1 : LAST[i] + 1].max().item() for i in range(BATCH)),
-    ),
+    "custom": (lambda logits: logits[:, -1, 3].mean(), lambda i, run: run[-1][3]),
+    "custom, each": (lambda logits: logits[:, -2, 3], lambda i, run: run[-2][3]),
 }
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_by_hand(case, model, pair):
+def test_by_hand_with_gradients_that_are_differences(case, model, pair):
     metric, by_hand = BY_HAND[case]
     bound = bind(metric, model, pair, reference=CLEAN)
     logits = logits_of(0)
     values = bound.value(bound.select(logits))
-    expected = [by_hand(run) for run in logits]
-    assert values.shape == (SITES,)
+    expected = [
+        sum(by_hand(i, run[i, : LAST[i] + 1].tolist()) for i in range(BATCH)) / BATCH
+        for run in logits
+    ]
     assert values.tolist() == pytest.approx(expected, rel=EXACT, abs=EXACT)
     assert bound.of(logits[2]) == pytest.approx(expected[2], rel=EXACT, abs=EXACT)
     # Controls: sites have different values, and reading one position off gives another value.
     assert len(set(values.tolist())) == SITES
     shifted = bound.value(bound.select(logits.roll(1, dims=2)))
-    if case != "custom number":
-        assert (shifted - values).abs().min() > 1e-6
+    assert (shifted - values).abs().min() > 1e-6
+    # Gradients
+    run, direction = logits_of(3, sites=1)[0], logits_of(4, sites=1)[0]
+    require_differentiable(bound, run)
+    leaf, step = run.clone().requires_grad_(), 1e-5
+    bound.value(bound.select(leaf)[None]).sum().backward()
+    difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
+    # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
+    assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
+    assert abs(difference) > 1e-4
+
+
+def test_a_custom_metric_may_be_a_number_of_all_prompts(model, pair):
+    bound = bind(p.custom(lambda x: x[:, -2:].max().item(), name="largest"), model, pair)
+    run = logits_of(0)[0]
+    expected = max(run[i, LAST[i] - 1 : LAST[i] + 1].max().item() for i in range(BATCH))
+    assert bound.of(run) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,10 +146,10 @@ def test_loss_is_transformer_lens(model, pair):
         logits = model(run, attention_mask=pair.mask)
         got = bound.of(logits)
         logs = logits.log_softmax(-1)
-        by_prompt = [
+        by_token = [
             -logs[i, t, pair.clean[i, t + 1]].item() for i in range(BATCH) for t in range(LAST[i])
         ]
-        assert got == pytest.approx(mean(by_prompt), rel=EXACT)
+        assert got == pytest.approx(sum(by_token) / len(by_token), rel=EXACT)
     # Without padding, it is TransformerLens' mean. Control: with padding, it differs from it.
     whole = prompt_pair(model, pair.clean, pair.corrupted)
     reference = model(pair.clean, return_type="loss").item()
@@ -183,20 +171,6 @@ def test_kl_has_a_direction_and_half_precision_is_summed_in_float32(model, pair)
     got = bound.value(bound.select(half))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, bound.value(bound.select(half.float())))
-
-
-@pytest.mark.parametrize("case", [c for c in BY_HAND if c != "custom number"])
-def test_gradients_are_differences(case, model, pair):
-    bound = bind(BY_HAND[case][0], model, pair, reference=CLEAN)
-    run = logits_of(3, sites=1)[0]
-    require_differentiable(bound, run)
-    leaf = run.clone().requires_grad_()
-    bound.value(bound.select(leaf)[None]).sum().backward()
-    direction, step = logits_of(4, sites=1)[0], 1e-5
-    difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
-    # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
-    assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
-    assert abs(difference) > 1e-4
 
 
 class Counter:

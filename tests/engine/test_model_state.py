@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from fractions import Fraction
 from functools import lru_cache
 from types import MethodType, ModuleType, SimpleNamespace
 
@@ -139,22 +138,19 @@ def test_gates_and_precisions_are_told_apart():
 
 def use(model):
     """Generate, switch hook points on, and set options that do not affect what is computed."""
-    if "CausalLM" in (getattr(model.cfg, "architecture", None) or "CausalLM"):
-        model.generate(CLEAN[:1], max_new_tokens=2, stop_at_eos=False, verbose=False)
+    model.generate(CLEAN[:1], max_new_tokens=2, stop_at_eos=False, verbose=False)
     for name in "attn_result", "hook_mlp_in", "split_qkv_input":
         with suppress(ValueError, NotImplementedError):  # some models lack these hook points
             getattr(model, f"set_use_{name}")(True)
     model.cfg.default_prepend_bos = False
-    inner = getattr(model, "original_model", None)
-    if hasattr(inner, "config"):
-        inner.config.use_cache = False
-        if getattr(inner, "supports_gradient_checkpointing", False):
-            inner.gradient_checkpointing_enable()
-            inner.gradient_checkpointing_disable()
+    if hasattr(model.original_model, "config"):
+        model.original_model.config.use_cache = False
+        model.original_model.gradient_checkpointing_enable()
+        model.original_model.gradient_checkpointing_disable()
 
 
 @pytest.mark.both_versions
-@pytest.mark.parametrize("name", ["gpt2", "llama", "native", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
 def test_runs_change_nothing(name):
     """A model that has run in every way has the same fingerprint as a new one."""
     model = exposed(name)
@@ -206,9 +202,7 @@ READ = {
         lambda: GLOBAL["a"].item(),
     ),
     "an attribute of a class": (object_with, lambda: GLOBAL.scale),
-    "a nested dictionary": (lambda value: {"a": {"b": [value]}}, lambda: GLOBAL["a"]["b"][0]),
     "a namespace": (lambda value: SimpleNamespace(scale=value), lambda: GLOBAL.scale),
-    "a fraction": (Fraction, lambda: float(GLOBAL)),
     "a cached function": (lambda value: lru_cache(lambda: value), lambda: GLOBAL()),
     "a dictionary of a module": (
         lambda value: module_with(options={"scale": value}),

@@ -9,7 +9,6 @@ import bridges
 import pytest
 import torch
 from common import HAS_HOOKED_TRANSFORMER, of_a_library
-from torch import nn
 
 from attn_only_lens import AttnOnlyLensError, Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -60,16 +59,9 @@ def norm_weight(model):
     return next(p for p in inner(model.ln_final)._parameters.values() if p is not None)
 
 
-def replace_weight(model):
-    norm = inner(model.ln_final)
-    name = next(iter(norm._parameters))
-    norm._parameters[name] = nn.Parameter(norm._parameters[name].detach().clone())
-
-
 CHANGES = {
     "a vector is written to through .data": lambda model: norm_weight(model).data.mul_(1.5),
     "a weight is written to": lambda model: next(model.parameters()).detach().mul_(1.0),
-    "a weight is replaced": replace_weight,
     "a hook": lambda model: model.blocks[0].register_forward_hook(of_a_library(count_hook)),
 }
 

@@ -11,13 +11,7 @@ import torch
 from common import HAS_HOOKED_TRANSFORMER, relative, tokens
 from rounded_products import tf32
 
-from attn_only_lens import (
-    Contrast,
-    circuits,
-    convert,
-    expose_neuron_heads,
-    viz,
-)
+from attn_only_lens import Contrast, circuits, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.models.verify import verify
 from attn_only_lens.precision import full_precision, matmul_precision

@@ -9,7 +9,7 @@ from common import in_threads, meeting, needs_hooked_transformer, of_a_library, 
 from patched_runs import head_of, hook_point
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads
+from attn_only_lens import convert
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 
@@ -228,22 +228,6 @@ def test_names_that_say_where(model):
         p.steered(model, {"L0H1": [2.0] * d_head}, positions=0),
     ):
         assert torch.equal(model(text), steered)
-
-
-def test_a_neuron_of_a_bilinear_gate():
-    model = expose_neuron_heads(bridges.boot("gpt2"), gate=Bilinear(4), copy=True).model
-    text, point = tokens(8), hook_point(model, "L1N30", "z")
-    z = model.run_with_cache(text)[1][point]
-    with p.steered(model, {"L1N30": 3.0}):
-        steered = model.run_with_cache(text)[1][point]
-    assert torch.equal(steered[:, :, 30], z[:, :, 30] + 3.0)
-    with p.ablated(model, ["L1N28", "L1N31"]):
-        _, cache = model.run_with_cache(text)
-    silent = (cache[point] == 0).all(dim=0).all(dim=0).flatten()
-    assert silent.nonzero().flatten().tolist() == [28, 31]
-
-
-GENERATE |= {"return_type": "tokens"}
 
 
 @pytest.mark.usefixtures("working_cache")

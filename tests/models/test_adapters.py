@@ -166,46 +166,25 @@ def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama):
             RUNS[name](llama)
 
 
-@pytest.mark.parametrize(
-    ("family", "part", "head"), [("gpt2", "mlp.out", "L1N3"), ("llama", "attn.o", "L1H1")]
-)
 @torch.no_grad()
-def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head):
+def test_torch_hooks_belong_on_the_module_in_a_part(llama):
     """Torch hooks on a part are refused before they run; on the wrapped module they see edits."""
-    bridge, plain = (lens.expose_neuron_heads(bridges.boot(family)).model for _ in range(2))
-    outer = bridge.blocks[1].get_submodule(part)
-    inner, added_to = (
-        model.blocks[1].get_submodule(part).original_component for model in (bridge, plain)
-    )
-    transposed = isinstance(inner, nn.Linear)
-    d_in, d_out = inner.weight.shape[::-1] if transposed else inner.weight.shape
-    A = torch.randn(d_in, d_out, dtype=torch.float64)
-    added_to.weight += A.T if transposed else A
-    seen = []
+    lens.expose_neuron_heads(llama)
+    out, seen = llama.blocks[1].attn.o, []
 
-    def add(module, args, output):
+    def look(module, args, output):
         seen.append(args[0])
-        return output + args[0] @ A
 
-    with outer.register_forward_hook(add):
-        for edited in (p.ablated(bridge, [head]), p.steered(bridge, {head: 4.0})):
-            match = rf"blocks\.1\.{part} has a hook.*blocks\.1\.{part}\.original_component"
+    with out.register_forward_hook(look):
+        for edited in (p.ablated(llama, ["L1H1"]), p.steered(llama, {"L1H1": [1.0] * 14})):
+            match = r"blocks\.1\.attn\.o has a hook.*blocks\.1\.attn\.o\.original_component"
             with pytest.raises(lens.errors.UnsupportedModelError, match=match):
                 edited.__enter__()
     assert not seen
-    with inner.register_forward_hook(add):
-        with p.ablated(plain, [head]):
-            expected = plain(tokens())
-        with p.ablated(bridge, [head]):
-            torch.testing.assert_close(bridge(tokens()), expected)
-        z = slice(3, 4) if part == "mlp.out" else slice(d_in // 2, None)
-        assert seen[-1].any()
-        assert not seen[-1][..., z].any()
-        assert not torch.allclose(bridge(tokens()), expected)
-        for name in ("sweep", "composition"):
-            with pytest.raises(lens.errors.InputError, match="hooks are attached"):
-                RUNS[name](bridge)
-    RUNS["composition"](bridge)
+    with out.original_component.register_forward_hook(look), p.ablated(llama, ["L1H1"]):
+        llama(tokens())
+    assert seen[-1].any()
+    assert not seen[-1][..., 14:].any()
 
 
 def hooked_transformer():
@@ -237,28 +216,6 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(make):
             lens.expose_neuron_heads(model)
         return
     assert lens.expose_neuron_heads(model, check=tokens()).verification.ok
-
-
-@needs_hooked_transformer
-@torch.no_grad()
-def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
-    model, twin = hooked_transformer(), hooked_transformer()
-    lens.expose_neuron_heads(model)
-    for host in (model, twin):
-        host.blocks[1].mlp.W_out = nn.Parameter(torch.ones(37, 26, dtype=torch.float64) * 0.3)
-    lens.expose_neuron_heads(twin)
-    one, other = (RUNS["attribution"](host).frame for host in (model, twin))
-    assert one.equals(other)
-    parametrize.register_parametrization(model.blocks[1].mlp, "W_out", nn.Tanh())
-    with pytest.raises(lens.errors.InputError, match="its mlp is a Parametrized"):
-        RUNS["sweep"](model)
-    twin.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
-    with pytest.raises(lens.errors.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
-        RUNS["composition"](twin)
-    converted = lens.convert(hooked_transformer())
-    converted.blocks[3].attn = Adapted(converted.blocks[3].attn, 26, 26)
-    with pytest.raises(lens.errors.InputError, match=r"blocks\.3\.attn was replaced"):
-        RUNS["composition"](converted)
 
 
 # Every public function
@@ -310,8 +267,5 @@ def kit(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("package", "name"), ROWS, ids=[".".join(row) for row in ROWS])
 def test_every_function_refuses_a_model_that_was_changed(kit, package, name):
-    with pytest.raises(
-        lens.AttnOnlyLensError,
-        match=r"layer 1: its (W_out|mlp) is a",
-    ):
+    with pytest.raises(lens.AttnOnlyLensError, match=r"layer 1: its (W_out|mlp) is a"):
         support.ROWS[package][name](kit)

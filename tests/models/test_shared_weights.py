@@ -85,9 +85,8 @@ def test_changes_of_weights_alone_are_no_matter(source, make):
     source.load_state_dict(build("gelu", d_vocab_out=41, scale=0.3).state_dict())
     assert torch.equal(log_probs(model), log_probs(source))
     # Weights that were cast before are no longer shared.
-    before = log_probs(make(build("gelu", d_vocab_out=41)))
-    source, kept = build("gelu", d_vocab_out=41), None
-    kept = make(source)
+    source = build("gelu", d_vocab_out=41)
+    kept, before = make(source), log_probs(source)
     source.to(torch.float32)
     source.process_weights_()
     assert torch.equal(log_probs(kept), before)
