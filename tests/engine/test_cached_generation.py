@@ -129,14 +129,16 @@ def test_torch_hooks_of_the_user_do_not_change_the_result(ignored):
     assert made.tolist() == by_full_passes(model, prompt).tolist()
 
 
-def test_a_wrong_position_is_noticed_only_in_models_of_this_package(monkeypatch):
-    model = boot("gpt2")
-    monkeypatch.setattr(DynamicCache, "get_seq_length", lambda *_, **how: 0)
-    with expose_neuron_heads(model):
-        with expose_neuron_heads(model):
-            pass
+def test_a_wrong_position_is_noticed(monkeypatch):
+    with expose_neuron_heads(boot("gpt2")) as model:
+        monkeypatch.setattr(DynamicCache, "get_seq_length", lambda *_, **how: 0)
         with pytest.warns(InputWarning, match="goes on without a cache"):
             model.generate(tokens(), **OPTIONS)
-    assert not model.original_model._forward_pre_hooks
+
+
+def test_only_models_of_this_package_are_changed(ignored):
+    model = boot("llama")
+    with expose_neuron_heads(model), expose_neuron_heads(model):
+        pass
     made = model.generate(tokens(), **OPTIONS)
     assert made.tolist() != by_full_passes(model, tokens()).tolist()  # the control

@@ -136,7 +136,7 @@ def means(model):
         return model(CLEAN)
 
 
-def compared(model, contrast=MASKED):
+def compared(model, contrast=(ONE_LENGTH, MASKED)):
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
     sizes = growth.ComparisonSizes(n_patched=0, n_nodes=0)

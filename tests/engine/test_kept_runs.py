@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Contrast
+from attn_only_lens import Contrast, explain
 from attn_only_lens import patching as p
 from attn_only_lens.engine import kept_runs
 from attn_only_lens.engine.model_state import snapshot, unchanged
@@ -115,7 +115,7 @@ def test_a_model_that_changes_during_an_analysis_is_an_error(model):
         return logits[0, -1, 7] - logits[0, -1, 8]
 
     with pytest.raises(InputError, match="the model changed during the analysis"):
-        p.attribution(model, Contrast(tokens(1, batch=1), tokens(2, batch=1), metric))
+        explain(model, Contrast(tokens(1, batch=1), tokens(2, batch=1), metric))
 
 
 def _fail(model):
@@ -141,13 +141,12 @@ def test_memory_is_bounded(model, monkeypatch):
 
 def test_runs_are_kept_no_longer_than_contrast_and_model():
     model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
-    passing = host_of(model).passing
     run_both(model, some.pair(model))
-    assert len(passing.kept_runs) == 1
+    assert len(host_of(model).passing.kept_runs) == 1
     assert not host_of(copy.deepcopy(model)).passing.kept_runs
     del some
     gc.collect()
-    assert not passing.kept_runs
+    assert not host_of(model).passing.kept_runs
     some = contrast()
     run_both(model, some.pair(model))
     gone = weakref.ref(model)

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import bridges
+import numpy as np
 import pytest
 import torch
 from common import tokens
@@ -57,12 +58,12 @@ def softmax(row):
 CLEAN = logits_of(99, sites=1)[0]
 CLEAN_ODDS = [softmax(CLEAN[i, LAST[i]].tolist()) for i in range(BATCH)]
 TEXTS = ["w1", "w9", "w3"]  # w0 is token 4, after four special tokens
-SETS = [[2, 3], [5], ["w1", 7]], [[11], [2, 13, 3], [17]]
-TOKENS = [[2, 3], [5], [5, 7]], SETS[1]
+SETS = [[2, 3], (5,), ["w1", 7]], [[11], torch.tensor([2, 13, 3]), range(17, 18)]
+TOKENS = [[2, 3], [5], [5, 7]], [[11], [2, 13, 3], [17]]
 # Each metric, and its value of prompt i by hand, of the prompt's logits [pos][token] as lists.
 BY_HAND = {
     "logit_diff": (
-        p.logit_diff(CORRECT, torch.tensor(WRONG)),
+        p.logit_diff(np.array(CORRECT), [torch.tensor([7]), np.int64(11), 2]),
         lambda i, run: run[-1][CORRECT[i]] - run[-1][WRONG[i]],
     ),
     "texts": (p.logit_diff(17, TEXTS), lambda i, run: run[-1][17] - run[-1][[5, 13, 7][i]]),
@@ -112,13 +113,6 @@ def test_by_hand_with_gradients_that_are_differences(case, model, pair):
     # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
     assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
     assert abs(difference) > 1e-4
-
-
-def test_a_custom_metric_may_be_a_number_of_all_prompts(model, pair):
-    bound = bind(p.custom(lambda x: x[:, -2:].max().item(), name="largest"), model, pair)
-    run = logits_of(0)[0]
-    expected = max(run[i, LAST[i] - 1 : LAST[i] + 1].max().item() for i in range(BATCH))
-    assert bound.of(run) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,35 +167,6 @@ def test_kl_has_a_direction_and_half_precision_is_summed_in_float32(model, pair)
     torch.testing.assert_close(got, bound.value(bound.select(half.float())))
 
 
-class Counter:
-    calls = 0
-
-    def __call__(self, logits):
-        self.calls += 1
-        return logits.mean() * self.calls
-
-
-def doubled(logits):
-    return logits.mul_(2.0).mean()
-
-
-BAD_CUSTOM = {
-    "remembers": (Counter(), "and then"),
-    "in place": (doubled, "changes the logits"),
-    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
-    "nothing": (lambda logits: None, "got None"),
-    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
-    "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CUSTOM)
-def test_a_function_that_is_no_metric(case, model, whole_pair):
-    fn, reason = BAD_CUSTOM[case]
-    with pytest.raises(InputError, match=reason):
-        bind(fn, model, whole_pair).of(CLEAN)
-
-
 def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
     bound = bind(lambda logits: logits.mean().item(), model, whole_pair)
     assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
@@ -212,54 +177,60 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
         require_differentiable(root, CLEAN)
 
 
+class Counter:
+    calls = 0
+
+    def __call__(self, logits):
+        self.calls += 1
+        return logits.mean() * self.calls
+
+
 REFUSED = {
+    "remembers": (Counter(), "and then"),
+    "in place": (lambda logits: logits.mul_(2.0).mean(), "changes the logits"),
+    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
+    "nothing": (lambda logits: None, "got None"),
+    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
+    "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
     "other prompts": (
         p.probability_diff([[1], [4]], [[2], [], [3]]),
-        ["correct: got 2 answers", "wrong, prompt 1: got 0 answers"],
+        "(?s)correct: got 2 answers.*wrong, prompt 1: got 0 answers",
     ),
-    "answers twice": (
-        p.probability_diff([[1], [2, 2], [3]], [[4], [5], [3, 6]]),
-        [r"correct, prompt 1: got \[2, 2\]; expected each answer once"],
-    ),
+    "answers twice": (p.probability_diff([[2, 2]], 7), r"got \[2, 2\]; expected each answer once"),
     "right and wrong": (
         p.probability_diff([[1], [2], [3]], [[4], [5], [3, 6]]),
-        [r"same token for prompts \[2\]"],
+        r"same token for prompts \[2\]",
     ),
-    "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
-    "range": (p.logit_diff(41, -1), ["correct: got 41; .*0 to 40", "wrong: got -1"]),
-    "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),
-    "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or one for"]),
-    "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), [r"same token for prompts \[1, 2\]"]),
-    "no reference": (p.kl(), ["got reference None"]),
+    "two tokens": (p.probability("w1 w2"), r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"),
+    "range": (p.logit_diff(41, -1), "(?s)correct: got 41; .*0 to 40.*wrong: got -1"),
+    "kind": (p.logit_diff(True, 2.0), "(?s)correct: got True.*wrong: got 2.0"),
+    "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), r"same token for prompts \[1, 2\]"),
+    "no reference": (p.kl(), "got reference None"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, model, pair):
-    metric, patterns = REFUSED[case]
-    with pytest.raises(InputError) as caught:
-        bind(metric, model, pair)
-    assert len(caught.value.reasons) == len(patterns)
-    for pattern in patterns:
-        assert caught.match(pattern)
+def test_refused(case, model, whole_pair):
+    metric, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        bind(metric, model, whole_pair).of(CLEAN)
 
 
 def test_refused_otherwise(model, pair):
     single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
     small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))
-    for call, message in (
-        (lambda: p.custom(7), "got an int"),
-        (lambda: bind(p.probability("w1"), bridges.boot("gpt2"), pair), "no tokenizer"),
-        (
-            lambda: bind(p.kl(), model, pair, reference=CLEAN[:, :5]),
-            r"expected the clean run's logits \[3, 7, 41\]",
-        ),
-        (lambda: bind(p.loss(), model, single), "no prompt has a second token"),
-        (lambda: bind(p.loss(), small, pair), "only for tokens 0 to 4"),
-        (lambda: bind(p.logit_diff(CORRECT, WRONG), model, pair).of(CLEAN[:2]), "ending in"),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
+    with pytest.raises(InputError, match="got an int"):
+        p.custom(7)
+    with pytest.raises(InputError, match="no tokenizer"):
+        bind(p.probability("w1"), bridges.boot("gpt2"), pair)
+    with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 41\]"):
+        bind(p.kl(), model, pair, reference=CLEAN[:, :5])
+    with pytest.raises(InputError, match="no prompt has a second token"):
+        bind(p.loss(), model, single)
+    with pytest.raises(InputError, match="only for tokens 0 to 4"):
+        bind(p.loss(), small, pair)
+    with pytest.raises(InputError, match="ending in"):
+        bind(p.logit_diff(CORRECT, WRONG), model, pair).of(CLEAN[:2])
 
 
 def test_a_constant_metric_is_refused():

@@ -36,8 +36,7 @@ METRICS = {
 }
 EXACT = 1e-12
 SECANT, SPLIT = p.Estimate("secant", budget=0), p.Estimate("secant", budget=0, split=True)
-FAMILIES = ["gpt2", "gpt_neo", "neox", "gptj", "llama", "granite", "gemma2", "gemma3", "phi3"]
-FAMILIES += ["olmo2", "bert", "native"]
+FAMILIES = ["gpt2", "gpt_neo", "neox", "llama", "granite", "gemma2", "olmo2", "bert", "native"]
 if HAS_HOOKED_TRANSFORMER:  # bridges run with 4
     FAMILIES = ["converted parallel", "exposed post_norm", "bilinear relu"]
 LAYOUTS = {
@@ -251,6 +250,8 @@ def test_padding_changes_nothing(side):
 
 def test_nothing_is_left_on_the_model_and_its_weights_have_no_gradients():
     model = model_of("llama")
+    # A bridge attaches some hooks in its first run with hooks.
+    model.run_with_hooks(tokens(), fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z)])
     before = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     difference(model, METRICS["logit_diff"])
     with pytest.raises(RuntimeError, match="stop"):

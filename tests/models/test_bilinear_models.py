@@ -144,7 +144,7 @@ def test_heads_that_cancel_are_allowed_their_rounding():
 
 @torch.no_grad()
 def test_verify_notices():
-    """`verify` reports a gate of another activation, and an input outside the calibrated range."""
+    """`verify` reports a gate of another activation, and another bias."""
     source = build("gelu")
     model = bilinear(source)
     assert verify(source, model, tokens()).ok
@@ -154,12 +154,6 @@ def test_verify_notices():
     edited = bilinear(source, copy_weights=True)
     edited.blocks[3].attn.b_out.data.mul_(1 + 1e-6)
     assert not verify(source, edited, tokens()).ok
-    source = build("llama")
-    model = convert(source, gate=Bilinear(calibration=calibrate(source, tokens(seed=1)[:1, :1])))
-    model.blocks[3].attn.W_gate.data.mul_(40.0)
-    report = verify(source, model, tokens())
-    assert not report.ok
-    assert report.activations["largest"][1] > report.activations["range"][1]
 
 
 @torch.no_grad()

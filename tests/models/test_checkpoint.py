@@ -20,7 +20,6 @@ from attn_only_lens import (
     Bilinear,
     calibrate,
     convert,
-    expose_neuron_heads,
     grow,
     growth,
     load,
@@ -222,7 +221,6 @@ def of_saved(folder):
 
 FOLDERS = {
     "two blocks": (lambda folder: save(convert(talking()), folder), of_saved),
-    "in place": (lambda folder: save(expose_neuron_heads(build("llama")).model, folder), of_saved),
     "grown": (saved_grown, of_grown),
 }
 

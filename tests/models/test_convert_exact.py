@@ -42,18 +42,6 @@ def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     assert ratios.max() < 3
 
 
-@pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
-@torch.no_grad()
-def test_each_hook_point_alone(point):
-    model = build("llama")
-    converted = convert(model)
-    converted.set_use_attn_result(True)
-    names = [f"blocks.{block}.attn.hook_{point}" for block in (1, 3, 5)]
-    logits, cache = converted.run_with_cache(tokens(), names_filter=names)
-    assert list(cache) == names
-    assert relative(logits, model(tokens())) <= 1e-12
-
-
 @pytest.mark.parametrize("name", ["gelu", "silu_gated", "parallel", "no_norm", "post_norm"])
 def test_gradients(name):
     model = build(name)
