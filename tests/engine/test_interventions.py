@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import relative, tokens
+from common import POS, relative, tokens
 from models import build
 from oracles.definitions import MLP, GeneralizedSiLU, direct_sum
 from oracles.theorem_3 import neuron_heads

@@ -62,10 +62,6 @@ def numbers(result):
     return torch.tensor(result.to_frame().sort_values(["name", "position"])["value"].to_numpy())
 
 
-if HAS_HOOKED_TRANSFORMER:
-    CASES = [(converted, sweep)]
-
-
 @pytest.mark.both_versions
 @pytest.mark.parametrize(
     "use", [sweep] if HAS_HOOKED_TRANSFORMER else [sweep, secant, graph, paths]

@@ -11,7 +11,12 @@ from common import D_MLP, N_LAYERS, POS, relative, tokens
 from models import FAMILIES, build
 
 from attn_only_lens import Bilinear, Contrast, calibrate, convert, expose_neuron_heads, patching
-from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
+from attn_only_lens.errors import (
+    InputError,
+    UnknownHeadError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+)
 from attn_only_lens.models.verify import verify
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
