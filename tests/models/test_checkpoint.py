@@ -275,7 +275,7 @@ def test_a_configuration_is_checked_before_anything_is_built(folder, tmp_path):
         config(**fields)(folder)
         for read, path in ((load, folder), (load_source, source.parent)):
             started = time.process_time()
-            with pytest.raises(CheckpointError, match=words):
+            with pytest.raises(CheckpointError, match=words or "."):
                 read(path)
             assert time.process_time() - started < 5
         (folder / MANIFEST).write_text(before)

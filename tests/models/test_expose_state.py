@@ -1,6 +1,7 @@
 """Tests of an exposed model that is trained, copied, cast, hooked, shared or left by an error."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -144,16 +145,8 @@ def test_a_pass_that_broke_off_leaves_the_next_one_alone(make):
     assert relative(model.run_with_hooks(x, fwd_hooks=KEEP), plain) <= EXACT
 
 
-def activation_of(model):
-    """Return the activation module, which runs between the two halves of an MLP."""
-    if not isinstance(model, TransformerBridge):
-        mlp = model.blocks[1].mlp
-        act, mlp.act_fn = mlp.act_fn, nn.Identity()
-        mlp.act_fn.forward = act
-        return mlp.act_fn
-    paths = ("model.layers.1.mlp.act_fn", "bert.encoder.layer.1.intermediate.intermediate_act_fn")
-    modules = dict(model.original_model.named_modules())
-    return next(modules[path] for path in paths if path in modules)
+# The activation modules, which run between the two halves of an MLP.
+ACT = ("model.layers.1.mlp.act_fn", "bert.encoder.layer.1.intermediate.intermediate_act_fn")
 
 
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
@@ -163,9 +156,14 @@ def test_threads_share_a_model(make, gate):
     """Each thread stops in the middle of an MLP, until all have reached it."""
     # All inputs have one batch size, which a bridge keeps for its position embedding.
     inputs, model = [tokens(seed) for seed in (1, 2, 3)], make()
-    pause, act = [lambda: None], activation_of(model)
+    pause, is_bridge = [lambda: None], isinstance(model, TransformerBridge)
+    if not is_bridge:
+        mlp = model.blocks[1].mlp
+        mlp.act_fn = partial(lambda act, q: (pause[0](), act(q))[1], mlp.act_fn)
     expose_neuron_heads(model, gate=bilinear(model) if gate == "bilinear" else gate)
-    act.register_forward_hook(lambda *_: pause[0]())
+    if is_bridge:
+        [act] = [part for name, part in model.original_model.named_modules() if name in ACT]
+        act.register_forward_hook(lambda *_: pause[0]())
     # With exact heads and no hook, the MLP's own activations are used.
     live = [(mlp_hook("z"), lambda z, hook: 0.5 * z)] if gate == "exact" else []
     with model.hooks(fwd_hooks=live):

@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def state(model):
+def settings_of(model):
     modules = {name: (id(m), type(m), len(m._forward_hooks)) for name, m in model.named_modules()}
     return modules, list(model.hook_dict), vars(model.cfg).copy()
 
@@ -47,7 +47,7 @@ def test_same_function_and_whose_weights(make, state):
     for host in (model, twin):
         STATES[state](host)
     expected, expected_cache = twin.run_with_cache(tokens())
-    before, mode = state(model), {n: m.training for n, m in model.named_modules()}
+    before, mode = settings_of(model), {n: m.training for n, m in model.named_modules()}
     sharing, copied = exposed_copy(model), exposed_copy(model, copy_weights=True)
     for copy in (sharing, copied):
         assert torch.equal(copy(tokens()), expected)
@@ -58,7 +58,7 @@ def test_same_function_and_whose_weights(make, state):
         assert {n: m.training for n, m in copy.named_modules() if n in mode} == mode
     assert type(model) is type(twin)
     assert torch.equal(model(tokens()), expected)
-    assert state(model) == before
+    assert settings_of(model) == before
     assert storages(sharing) == storages(model)
     assert not storages(copied) & storages(model)
     assert len(storages(copied)) == len(storages(model))

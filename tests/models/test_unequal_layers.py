@@ -71,7 +71,10 @@ def test_heads_of_other_widths(name):
     assert [block.attn.W_V.shape[-1] for block in model.blocks[::2]] == [7, 11, 13]
     assert relative(model(tokens()), uniform(tokens())) <= EXACT
     past = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-    parts = [model(part, past_kv_cache=past) for part in tokens().split([5, 6], dim=1)]
+    parts = [
+        model(part, past_kv_cache=past, attention_mask=torch.ones_like(part))
+        for part in tokens().split([5, 6], dim=1)
+    ]
     assert relative(torch.cat(parts, 1), uniform(tokens())) <= EXACT
     _, cache = model.run_with_cache(tokens())
     _, reference_cache = uniform.run_with_cache(tokens())
@@ -144,6 +147,7 @@ def test_saved_and_loaded_or_refused(tmp_path):
         (folder / MANIFEST).write_text(whole)
 
 
+COLUMNS = ["id", "attribution"]
 ALONE = Contrast(tokens(0, 1, 5), None, METRIC)
 FEW = ["L0H0", "L0H1", "L1H2"]
 PATHS = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H1", "L1N3", "logits"])
@@ -158,7 +162,9 @@ ANALYSES = {
         model, tokens(0, 1, 5), "L1H1", query=-1, key=0
     ),
     "composition": lambda model: circuits.composition(model, writers="all", readers="all").frame,
-    "graph": lambda model: circuits.attribution_graph(model, ALONE, mass=1).nodes.fillna(0),
+    "graph": lambda model: (
+        circuits.attribution_graph(model, ALONE, mass=1).nodes[COLUMNS].fillna(0)
+    ),
 }
 
 
