@@ -146,7 +146,10 @@ def test_a_pass_that_broke_off_leaves_the_next_one_alone(make):
 
 
 # The activation modules, which run between the two halves of an MLP.
-ACT = ("model.layers.1.mlp.act_fn", "bert.encoder.layer.1.intermediate.intermediate_act_fn")
+ACT = {
+    "LlamaForCausalLM": "model.layers.1.mlp.act_fn",
+    "BertForMaskedLM": "bert.encoder.layer.1.intermediate.intermediate_act_fn",
+}
 
 
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
@@ -162,7 +165,7 @@ def test_threads_share_a_model(make, gate):
         mlp.act_fn = partial(lambda act, q: (pause[0](), act(q))[1], mlp.act_fn)
     expose_neuron_heads(model, gate=bilinear(model) if gate == "bilinear" else gate)
     if is_bridge:
-        [act] = [part for name, part in model.original_model.named_modules() if name in ACT]
+        act = model.original_model.get_submodule(ACT[type(model.original_model).__name__])
         act.register_forward_hook(lambda *_: pause[0]())
     # With exact heads and no hook, the MLP's own activations are used.
     live = [(mlp_hook("z"), lambda z, hook: 0.5 * z)] if gate == "exact" else []
