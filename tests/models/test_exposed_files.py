@@ -238,7 +238,10 @@ DAMAGE = {
     "one bit": (_flip, "was changed after it was saved"),
     "a tensor renamed": (_rename, "is missing|are missing"),
     "other sizes": (lambda f: _config(f, intermediate_size=53), "another shape|expected"),
-    "an unknown class": (lambda f: _config(f, model_type="hal"), "HAL|hal"),
+    "an unknown class": (
+        lambda f: _config(f, architectures=["HALForCausalLM"], model_type="hal"),
+        "HAL|hal",
+    ),
     "unknown weights": (lambda f: _edit(f, weights="heavy"), "weights: got 'heavy'"),
     "a gate that does not fit": (lambda f: _edit(f, gate=OTHER_GATE), "cannot be exposed again"),
     "code from a hub": (lambda f: _edit(f, attention="who/knows"), "attention: got 'who/knows'"),
