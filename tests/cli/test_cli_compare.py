@@ -109,6 +109,7 @@ def test_what_is_refused(folders, tmp_path):
     prompts.write_text("w1 w2 w3\nw4 w5\n")
     for arguments, message in (
         ((*folders, "--clean", empty, *LOSS), "has no prompts; expected one prompt per line"),
+        ((*folders, "--clean", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--clean", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
         ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),
