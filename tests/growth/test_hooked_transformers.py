@@ -156,6 +156,14 @@ def test_inputs_by_head(family, flag):
         ln1.old_part(new[ln1.name])
 
 
+def test_positions_beside_a_stream_with_folded_norms():
+    model = build("shortformer", normalization_type="LNPre")
+    grown = grow(model, growth.WidenStream(11)).model
+    assert relative(grown(tokens()), model(tokens())) < EXACT
+    moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
+    assert torch.allclose(moves, moves.new_tensor((37 / 26) ** 0.5))
+
+
 def test_attention_only_models_and_other_dtypes():
     attention_only = build("gelu", attn_only=True, d_mlp=None, act_fn=None)
     more = growth.compose(growth.AddHeads(3), growth.WidenStream(5), growth.InsertLayer(2))
