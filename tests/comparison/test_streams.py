@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from attn_only_lens import Contrast, Work, compare, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError
+from attn_only_lens.growth.comparison.batches import batches
 
 pytestmark = [
     pytest.mark.numeric,
@@ -175,6 +176,7 @@ def test_what_is_refused(pair):
         ((grown.model, grown, good), {}, "the original has size 41 along d_mlp"),
         ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
         ((model, grown, iter([])), {}, "got no contrasts"),
+        ((model, grown, [3]), {}, "got an int as a batch"),
         ((model, grown, alone(prompts[:1])), {}, "only prompt 0 has 11 tokens"),
         ((model, grown, good), {"null": null}, "the null model grew differently"),
         ((model, grown, good), {"null": 3}, "the null model: got an int"),
@@ -291,3 +293,14 @@ def test_an_error_of_the_first_batch_is_itself(pair):
         compare(*pair, iter([alone(tokens(batch=1))]), **FEW)
     assert error.value.so_far is None
     assert "1 prompt of 11 tokens" in str(error.value)
+
+
+def test_no_prompt_is_held_against_itself(pair):
+    """Pairing a prompt with itself would count a zero and make every mean too small."""
+    a, b, c = tokens(batch=3).split(1)
+    for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
+        made = list(batches(pair[0], map(alone, stream), 2))
+        assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
+        assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
+    whole = batches(pair[0], alone(torch.cat([a, b, b, b, c])), 2)
+    assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in whole)
