@@ -12,6 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from attn_only_lens.cli import app as cli
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -54,6 +55,11 @@ def run_script(main, arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result
+
+
+def run_cli(*arguments):
+    """Run a command of attn-only-lens in this process, and return its result."""
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def mlp_hook(point, layer=1):

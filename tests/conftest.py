@@ -1,6 +1,5 @@
-"""Fixtures for every test: a fixed seed, one thread, no network, and real weights if available."""
+"""Fixtures for every test: a fixed seed, one thread, no network, real tokenizers if available."""
 
-import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 
 @pytest.fixture(autouse=True)
@@ -45,31 +43,9 @@ def working_cache():
 
 @pytest.fixture(scope="session")
 def shared_models_dir():
-    """Return the folder of real trained weights, which are not part of the project."""
+    """Return the folder of real models and tokenizers, which are not part of the project."""
     default = Path(__file__).parents[2] / "shared" / "models"
     folder = Path(os.environ.get("ATTN_ONLY_LENS_MODELS", default))
     if not folder.is_dir():
         pytest.skip("no real models: set ATTN_ONLY_LENS_MODELS to a folder that holds them")
     return folder
-
-
-REAL_MODELS = (
-    "char_gelu_4l",
-    "sort_gelu_new_3l",
-    "stories_swiglu_5l",
-    "words_swiglu_4l",
-    "modular_addition_relu_1l",
-)
-
-
-@pytest.fixture(params=REAL_MODELS)
-def real(request, shared_models_dir):
-    """Return a real model, tokens for it, and its expected results on them."""
-    from attn_only_lens.models.source_folder import load_source
-
-    folder = shared_models_dir / request.param
-    if not folder.is_dir():
-        pytest.skip(f"no {request.param} among the real models")
-    tokens = load_file(folder / "tokens.safetensors")["tokens"].long()
-    expected = json.loads((folder / "expected.json").read_text())
-    return load_source(folder), tokens, expected

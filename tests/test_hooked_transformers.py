@@ -39,8 +39,6 @@ CONFIGS = {
     "gpt2": {"act_fn": "gelu_new"},
     "neox": ROTARY | {"rotary_dim": 6, "act_fn": "gelu", "parallel_attn_mlp": True},
     "llama": RMS | GROUPED | {"act_fn": "silu"},
-    "gemma": RMS | GROUPED | {"act_fn": "gelu_pytorch_tanh"},
-    "phi": ROTARY | {"rotary_dim": 6, "act_fn": "gelu_new", "parallel_attn_mlp": True},
 }
 SITES = ["L0H1", "L1H0", "L0N3", "L1N5", "L1N7"]
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -106,7 +104,7 @@ ANALYSES = {
 }
 
 
-EVERYTHING = ("gpt2", "neox", "llama")
+EVERYTHING = ("gpt2", "llama")
 A_FEW = ("patch z", "attribution secant", "path_patch", "graph of a difference", "composition")
 CASES = [(name, analysis) for name in CONFIGS for analysis in ANALYSES]
 CASES = [case for case in CASES if case[0] in EVERYTHING or case[1] in A_FEW]

@@ -1,6 +1,5 @@
 """Tests of `load`: which model a name or a folder gives, and which clear errors it raises."""
 
-import importlib.metadata
 import json
 import re
 import shutil
@@ -8,26 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridges import CHOSEN, boot, bridged, hf_folder, original
-from common import D_VOCAB, needs_hooked_transformer, relative, tokens
+from bridges import boot, bridged, hf_folder, original
+from common import D_VOCAB, needs_hooked_transformer, relative, run_cli, tokens
 from models import source_folder
-from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
-from test_examples import ROOT
 from test_pretrained import DATA
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
-from typer.testing import CliRunner
 
-from attn_only_lens import circuits, convert, expose_neuron_heads, load, pretrained, save, tl
+from attn_only_lens import convert, expose_neuron_heads, load, pretrained, save, tl
 from attn_only_lens._load import is_hooked
-from attn_only_lens.cli import app
-from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
+from attn_only_lens.errors import CheckpointError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
-
-pytestmark = pytest.mark.both_versions
-
-HUGGING_FACE = [name for name in CHOSEN if not name.startswith("native")]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +46,8 @@ def change_weights(folder, change):
 # Which models are loaded
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.both_versions
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float32)])
 def test_a_folder_is_what_boot_transformers_makes_of_it(name, dtype, tmp_path):
     folder = hf_folder(tmp_path / "model", name)
     got = load(folder, dtype=dtype)
@@ -110,6 +101,7 @@ def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_p
         load("tiny/other")
 
 
+@pytest.mark.both_versions
 def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.setattr("attn_only_lens._load.snapshot_download", None)
     monkeypatch.chdir(tmp_path)
@@ -144,6 +136,7 @@ def test_folders_of_hooked_transformers():
     assert is_hooked(DATA)
 
 
+@pytest.mark.both_versions
 def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder, dtype="bfloat16")).model, tmp_path / "saved")
     got = load(saved)
@@ -159,16 +152,11 @@ def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
 PROMPTS = ("--clean", "w3 w5", "--corrupted", "w3 w6", "--answer", "w7", "--wrong", "w9")
 COMMANDS = {
     "patch": (*PROMPTS, "--sites", "L0N3", "--out", "sweep.csv"),
-    "circuit": (*PROMPTS[:2], *PROMPTS[4:], "--nodes", 5, "--out", "circuit.json"),
-    "pattern": ("--prompt", "w3 w5", "--layer", 1, "--out", "page.html"),
     "verify": ("--text", "w3 w5"),
 }
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
+@pytest.mark.both_versions
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -177,7 +165,7 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
         (folder, ("--dtype", "float64", "--device", "cpu"), "float64"),
         ("saved", (), "float64"),
     ):
-        result = run(command, model, *COMMANDS[command], *more)
+        result = run_cli(command, model, *COMMANDS[command], *more)
         assert result.exit_code == 0, result.output
         said = f"{model}: TransformerBridge (LlamaForCausalLM), 2 layers, {dtype}, cpu, "
         assert f"{said}texts begin with <bos>" in result.stderr
@@ -185,7 +173,7 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
     if HAS_HOOKED_TRANSFORMER:
         source = source_folder(tmp_path)
         for model in (source, save(convert(load(source)), "converted")):
-            result = run(command, model, *COMMANDS[command])
+            result = run_cli(command, model, *COMMANDS[command])
             if (command, model) == ("verify", Path("converted").resolve()):
                 assert "pass the original model" in result.output
                 continue
@@ -193,25 +181,23 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
             kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"
             assert f"{model}: {kind}, 3 layers, float32, cpu, texts begin" in result.stderr
     for more, words in ((("--dtype", "int8"), "--dtype int8"), (("--device", "abacus"), "abacus")):
-        result = run(command, folder, *COMMANDS[command], *more)
+        result = run_cli(command, folder, *COMMANDS[command], *more)
         assert result.exit_code == 2
         assert words in result.output
 
 
-@pytest.mark.parametrize("state", ["plain", "processed"])
-def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path):
+def test_verify_compares_a_saved_bridge_with_its_source(folder, tmp_path):
     bridge = load(folder)
-    if state != "plain":
-        bridge.enable_compatibility_mode(True, no_processing=state == "names")
+    bridge.enable_compatibility_mode(True)
     saved = save(expose_neuron_heads(bridge).model, tmp_path / "saved")
-    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    result = run_cli("verify", folder, saved, "--text", "w3 w5 w7")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("ok: 4 tokens in float32\nno hooks:   logits bitwise equal")
     change_weights(folder, lambda x: x[UP].mul_(1.001))
-    result = run("verify", folder, saved, "--text", "w3 w5 w7")
+    result = run_cli("verify", folder, saved, "--text", "w3 w5 w7")
     assert result.exit_code == 1
     assert result.stdout.startswith("DIFFERENT")
-    result = run("verify", folder, folder, "--text", "w3")
+    result = run_cli("verify", folder, folder, "--text", "w3")
     assert result.exit_code == 2
     assert "was written neither by" in result.output
 
@@ -236,15 +222,11 @@ QUANTISED = {"quant_method": "gptq", "bits": 4}
 DAMAGED = {
     "no config": (lambda f: (f / "config.json").unlink(), "neither config.json nor"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    "no model": (lambda f: (f / "config.json").write_text("[]"), "model configuration: got list"),
-    "unknown": (lambda f: change_config(f, model_type="abacus", architectures=[]), "abacus"),
     "unserved": (
         lambda f: change_config(f, model_type="clvp", architectures=["ClvpModel"]),
         "supported architecture",
     ),
     "a text for a size": (lambda f: change_config(f, hidden_size="big"), "hidden_size"),
-    "no such size": (lambda f: change_config(f, num_attention_heads=-1), "heads: got -1; expected"),
-    "a norm of NaN": (lambda f: change_config(f, rms_norm_eps=-1.0), "rms_norm_eps"),
     "endless": (lambda f: change_config(f, num_hidden_layers=10**9), "is 1000000000"),
     "another size": (lambda f: change_config(f, intermediate_size=41), r"up_proj.* another shape"),
     "code": (
@@ -263,17 +245,10 @@ DAMAGED = {
         lambda f: change_weights(f, lambda x: without(x, "layers.0.mlp.up_proj")),
         f"{re.escape(UP)} is missing",
     ),
-    "a bias too many": (
-        lambda f: change_weights(
-            f, lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(28)})
-        ),
-        r"q_proj\.bias is not known",
-    ),
     "a classifier": (
         lambda f: change_config(f, architectures=["LlamaForSequenceClassification"]),
         "LlamaForSequenceClassification, whose output head is not for language modelling",
     ),
-    "no such activation": (lambda f: change_config(f, hidden_act="frob"), "KeyError: 'frob'"),
     "weights elsewhere": (
         lambda f: move_weights(f, f.parent / "stolen.safetensors"),
         r"names a file '\.\./stolen\.safetensors', which is outside the folder",
@@ -281,10 +256,6 @@ DAMAGED = {
     "quantised": (
         lambda f: change_config(f, quantization_config=QUANTISED),
         r"quantization_config \(gptq\).*dequantize",
-    ),
-    "integers": (
-        lambda f: change_weights(f, lambda x: x.update({UP: x[UP].to(torch.int8)})),
-        r"up_proj\.weight is stored as int8",
     ),
     "a tokenizer of another model": (
         lambda f: tiny_tokenizer(D_VOCAB + 2, f),
@@ -303,18 +274,7 @@ def test_a_damaged_folder_is_one_clear_error(name, folder):
     change(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         load(folder)
-    said = str(caught.value)
-    assert str(folder) in said
-    assert "\n" not in said
-    assert len(said) < 800
-
-
-def test_a_damaged_folder_is_an_error_of_the_command(folder):
-    change_config(folder, hidden_size="big")
-    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w3"])
-    assert result.exit_code == 2
-    assert result.output.splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in result.output
+    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -327,8 +287,7 @@ def test_what_must_be_converted_first_says_how(missing, folder):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"adapter without its base.*merge_and_unload\(\)"):
         load(folder)
-    model = original("llama")
-    for given in (model, bridged(model), None, 3, ["gpt2"]):
+    for given in (original("llama"), None, ["gpt2"]):
         with pytest.raises(CheckpointError, match="expected a path or a name"):
             load(given)
 
@@ -361,12 +320,12 @@ def test_parts_of_another_task_are_left_out(tmp_path):
 def test_a_folder_without_a_tokenizer_takes_tokens(tmp_path):
     folder = hf_folder(tmp_path / "model", "gpt2", tokenizer=False)
     assert load(folder).tokenizer is None
-    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w3"])
+    result = run_cli("verify", folder, "--text", "w3")
     assert result.exit_code == 2
     assert "no tokenizer: use --tokens-file" in result.output
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    options = ("--tokens-file", str(tmp_path / "tokens.safetensors"))
-    assert CliRunner().invoke(app, ["verify", str(folder), *options]).exit_code == 0
+    options = ("--tokens-file", tmp_path / "tokens.safetensors")
+    assert run_cli("verify", folder, *options).exit_code == 0
 
 
 class QuantisedLinear(torch.nn.Linear):
@@ -408,44 +367,4 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
     expose_neuron_heads(with_head(lambda head: head))  # the control
 
 
-def test_layers_quantised_later_have_no_weights_to_read_or_save(tmp_path):
-    model = expose_neuron_heads(boot("llama")).model
-    circuits.token_circuit(model, "L0H1", "ov")  # the control
-    model.unembed._original_component.__class__ = QuantisedLinear
-    for call in (
-        lambda: circuits.token_circuit(model, "L0H1", "ov"),
-        lambda: save(model, tmp_path / "model"),
-    ):
-        with pytest.raises((InputError, CheckpointError), match=r"unembed.* is quantized"):
-            call()
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("value", [3, ["gpt2"]])
-def test_what_is_no_model_gets_no_advice_on_models(value):
-    with pytest.raises(CheckpointError, match=r"expected a path or a name$"):
-        load(value)
-
-
 # What errors tell users to install
-
-
-def test_install_hints_name_what_a_registry_has():
-    """Hints name released packages only: no registry has `attn-only-lens[viz]`."""
-    known = {
-        Requirement(requirement).name
-        for requirement in importlib.metadata.requires("attn-only-lens")
-    }
-    paths = [*(ROOT / "attn_only_lens").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
-    hints = [
-        hint
-        for path in paths
-        for command in re.findall(r"pip install (?!-e)([^{`,:;\"]*)", path.read_text("utf-8"))
-        for hint in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
-    ]
-    assert {hint.name for hint in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
-    for hint in hints:
-        assert hint.name in known
-        if hint.name == "transformer-lens":
-            assert hint.specifier.contains("3.9.0")
-            assert not hint.specifier.contains("4.0.0")

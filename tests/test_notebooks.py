@@ -101,14 +101,6 @@ def test_outputs_are_of_this_code_in_this_order(path):
 
 
 @each_notebook
-def test_text_is_text(path):
-    """A text cell does not end in a heading: a "# " comment would become one."""
-    texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
-    assert re.match("# [A-Z]", texts[0])
-    assert not [text for text in texts if re.match("#+( |$)", text.splitlines()[-1])]
-
-
-@each_notebook
 def test_outputs_are_there_small_and_of_no_machine(path):
     assert path.stat().st_size < 1_500_000
     kinds = Counter()

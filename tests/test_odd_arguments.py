@@ -1,6 +1,5 @@
 """Tests of arguments of other types: NumPy arrays are accepted, others raise clear errors."""
 
-import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -9,26 +8,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from analyses.tools.growth_training import Training
 from attn_only_lens import (
     Contrast,
     Work,
     circuits,
     explain,
     expose_neuron_heads,
-    growth,
     neurons,
     pretrained,
     token_texts,
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 from attn_only_lens.errors import (
-    CheckpointError,
-    GrowthError,
     InputError,
     InputWarning,
     UnsupportedCallError,
@@ -54,13 +47,8 @@ def swept(model, make):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        np.array,
-        lambda row: np.array([row], dtype=np.uint8),
-        lambda row: np.array(row, dtype=">i4")[::-1][::-1],
-        lambda row: [np.array(row)],
-    ],
-    ids=["a row", "a batch", "of another order", "a list of rows"],
+    [lambda row: np.array([row], dtype=np.uint8), lambda row: [np.array(row, dtype=">i4")]],
+    ids=["a batch", "a list of rows of another byte order"],
 )
 def test_arrays_are_tokens(make, model):
     assert swept(model, make).equals(swept(model, torch.tensor))
@@ -152,9 +140,8 @@ def test_a_dictionary_is_no_work(model):
         (np.array(CLEAN, dtype=float), "got float64"),
         (np.array([3, 4, 114]), "values from 3 to 114"),
         (np.array(["w1"]), "got a ndarray"),
-        (np.array(3), r"got int64 \[\]"),
     ],
-    ids=["floats", "range", "texts", "a number"],
+    ids=["floats", "range", "texts"],
 )
 def test_arrays_that_are_no_tokens(tokens, match, model):
     with pytest.raises(InputError, match=match):
@@ -170,17 +157,15 @@ def test_a_text_that_is_longer_than_the_context():
         token_texts(english, text)
 
 
-@pytest.mark.parametrize("metric", [(" are", " is"), " are", None], ids=str)
-def test_answers_are_no_metric(metric):
-    with pytest.raises(InputError, match=r"as metric; expected a metric such as logit_diff\("):
-        Contrast(torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
-
-
-@pytest.mark.parametrize("metric", [p.logit_diff, p.kl, p.custom])
-def test_metrics_that_were_not_called(metric):
-    with pytest.raises(
-        InputError, match=rf"{metric.__name__} was not called; expected {metric.__name__}\("
-    ):
+@pytest.mark.parametrize(
+    ("metric", "reason"),
+    [
+        ((" are", " is"), r"as metric; expected a metric such as logit_diff\("),
+        (p.kl, r"kl was not called; expected kl\("),
+    ],
+)
+def test_what_is_no_metric(metric, reason):
+    with pytest.raises(InputError, match=reason):
         Contrast(torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
 
 
@@ -198,12 +183,8 @@ SETTINGS |= {"corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
     ("name", "value", "reason"),
     [
         ("clean_value", "3", "the metric is '3' on the clean run"),
-        ("corrupted_value", None, "None on the corrupted run"),
-        ("clean_value", True, "the metric is True"),
         ("clean_value", np.nan, "the metric is nan"),
         ("direction", ["denoise"], r"got direction=\['denoise'\]; expected one of"),
-        ("part", ["z"], r"got part=\['z'\]; expected a text"),
-        ("metric", 3, "got metric=3"),
         ("n_prompts", "1", "got n_prompts='1'"),
         ("tokens", 3, "got tokens of type int"),
     ],
@@ -215,53 +196,3 @@ def test_settings_of_results(name, value, reason):
     with pytest.raises(InputError, match=reason):
         p.Paths(PATHS, scale="held", n_paths=2, **settings)
     assert len(p.Sweep(VALUES, **SETTINGS | {"clean_value": np.float32(3)})) == 2
-
-
-def test_training_of_another_kind(tmp_path):
-    model = pretrained.modular_addition()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for schedule, reason in (
-        ([growth.AddNeurons(1)], "got a schedule of type list"),
-        (None, "got a schedule of type NoneType"),
-        ({1: 3}, "got 3 before step 1"),
-    ):
-        with pytest.raises(GrowthError, match=reason):
-            Training(model, optimizer, schedule)
-    training = Training(model, optimizer, {})
-    for until in ("5", 2.5, None, -1):
-        with pytest.raises(GrowthError, match=re.escape(f"got until={until!r}")):
-            next(training.steps(until))
-    for call in (training.save, training.resume):
-        for path in (3, None, ""):
-            with pytest.raises(CheckpointError, match="expected a path"):
-                call(path)
-
-
-PATCH = ["patch", "small-english", "--clean", "The key", "--out", "sweep.csv"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ([*PATCH, "--resume", ""], "got ''; expected a path"),
-        (["demo", "--out", ""], "got ''; expected a path"),
-        (["demo", "--out", "demo.html"], "a file name; expected a folder name"),
-        (["grow", "small-english", "", "--d-mlp", "900"], "got ''; expected a path"),
-        (["atlas", "small-english", "--texts", __file__, "--out", "a.html"], "a file name"),
-    ],
-)
-def test_paths_of_the_command_line(arguments, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert reason in " ".join(re.sub("[^ -~]", " ", result.stderr).split())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_class_of_an_exposed_model():
-    """The class is the one named on the page about layouts."""
-    source = pretrained.modular_addition()
-    before = type(source)
-    model = expose_neuron_heads(source).model
-    assert isinstance(model, before)
-    assert type(model) is not before

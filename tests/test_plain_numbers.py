@@ -14,7 +14,6 @@ from attn_only_lens import patching as p
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.positions import resolve_positions
-from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import GrowthError, InputError, UnsupportedModelError
 from attn_only_lens.patching.run_patches import Batching
 
@@ -24,9 +23,7 @@ pytestmark = [
 ]
 KINDS = {
     "numpy": np.array,
-    "torch": torch.tensor,
     "pandas": pd.Series,
-    "list of numpy": lambda numbers: list(np.array(numbers)),
     "list of torch": lambda numbers: [torch.tensor(number) for number in numbers],
 }
 ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
@@ -106,22 +103,15 @@ def test_one_number(pair, kind):
     assert growth.AddNeurons(made(3), layers=np.array([0])) == growth.AddNeurons(3, layers=[0])
 
 
-def test_names_of_a_column(model):
-    names = pd.Series(["L0N5", "L1H1"])
-    for got, expected_group in zip(
-        resolve_sites(model, names), resolve_sites(model, list(names)), strict=True
-    ):
-        assert got.names == expected_group.names
-
-
-@pytest.mark.parametrize("size", [8.5, True, "8", 0, -3, float("nan")])
+@pytest.mark.parametrize("size", [8.5, True, float("nan")])
 def test_sizes_that_are_none(size):
     with pytest.raises(GrowthError, match=r"got d_mlp=.*expected a whole number, 1 or more"):
         grow(bridges.boot("native"), d_mlp=size)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float64), (-float("inf"), torch.bfloat16)]
+)
 def test_weights_that_are_not_finite_are_named(value, dtype):
     bridge = bridges.boot("native", dtype)
     with torch.no_grad():

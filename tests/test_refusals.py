@@ -39,12 +39,6 @@ def quantized():
     return model
 
 
-def spread_over_devices():
-    model = stock()
-    model.cfg.n_devices = 2
-    return model
-
-
 def truncated():
     model = stock()
     model.blocks = model.blocks[:2]
@@ -68,21 +62,16 @@ class Subclass(HookedTransformer):
 
 REFUSED = {
     "solu": (lambda: stock(act_fn="solu"), "act_fn is 'solu'"),
-    "solu_ln": (lambda: stock(act_fn="solu_ln"), "act_fn is 'solu_ln'"),
-    "relu2": (lambda: stock(act_fn="relu2"), "act_fn is 'relu2'"),
-    "xielu": (lambda: stock(act_fn="xielu"), "act_fn is 'xielu'"),
     "moe": (
         lambda: stock(num_experts=3, experts_per_token=2, gated_mlp=True, act_fn="silu"),
         "mixture of 3 experts",
     ),
-    "4-bit": (quantized, "quantized"),
     "attention-only": (lambda: stock(attn_only=True), "already attention-only"),
     "converted": (lambda: convert(stock()), "already attention-only"),
     "subclass": (lambda: Subclass(HookedTransformerConfig(**BASE)), "Subclass"),
     "foreign mlp": (with_foreign_mlp, "layer 1: its mlp is an Identity"),
     "swapped activation": (with_swapped_activation, "layer 2: its act_fn is not gelu"),
     "hooks": (with_hook, "blocks.0.hook_resid_pre"),
-    "devices": (spread_over_devices, "2 devices"),
     "fewer blocks": (truncated, "it has 2 blocks, but cfg.n_layers is 3"),
     "replaced forward": (with_replaced_forward, r"forward was replaced on blocks\.1\.mlp"),
     "inference tensors": (inferred, "inference tensors"),

@@ -43,20 +43,6 @@ def test_the_owner_is_read_from_one_file(tmp_path):
         metadata(tmp_path, "9.9.9")
 
 
-def test_workflows_run_targets_of_the_makefile():
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    targets = set(re.findall(r"^([a-z0-9]+):", makefile, re.MULTILINE))
-    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
-        for job in yaml.safe_load(path.read_text("utf-8"))["jobs"].values():
-            rows = " ".join(job.get("strategy", {}).get("matrix", {}).get("tests", []))
-            for step in job["steps"]:
-                if "make " in (command := step.get("run", "")):
-                    words = command.replace("${{ matrix.tests }}", rows).split("make ")[1].split()
-                    used = [word for word in words if re.fullmatch("[a-z0-9]+", word)]
-                    assert used, command
-                    assert set(used) <= targets, (path.name, set(used) - targets)
-
-
 def test_exported_models_have_cards(tmp_path):
     export(tmp_path)
     folders = sorted(tmp_path.iterdir())

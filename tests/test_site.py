@@ -2,7 +2,6 @@
 
 import base64
 import importlib
-import re
 import sys
 import threading
 from contextlib import ExitStack
@@ -166,22 +165,6 @@ def page(folder, body, name="index.html"):
     path.write_text(f"<html><head></head><body>{body}</body></html>")
 
 
-def test_links_and_loads_that_are_there_are_no_faults(tmp_path):
-    page(
-        tmp_path,
-        '<h1 id="a%20b">x</h1><a href="sub/">y</a><a href="#a%2520b">z</a><a href="">-</a>',
-    )
-    page(tmp_path, '<a name="old"></a><a href="../index.html">x</a>', "sub/index.html")
-    page(tmp_path, '<a href="sub/index.html#old">x</a><a href="/sub/">y</a>', "other.html")
-    page(
-        tmp_path, '<img src="x.png"><img src="data:,"><a href="https://a.org/b?c#d">e</a>', "p.html"
-    )
-    page(tmp_path, '<a href="/other.html">x</a>', "deep/er/index.html")
-    (tmp_path / "x.png").write_bytes(PIXEL)
-    (tmp_path / "x.css").write_text("a { background: url(x.png) } b { background: url('data:,') }")
-    assert checked.faults(tmp_path) == ([], ["https://a.org/b?c#d"])
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -191,30 +174,15 @@ def test_links_and_loads_that_are_there_are_no_faults(tmp_path):
             '<a href="sub/index.html#gone">x</a>',
             "sub/index.html#gone leads to an anchor that does not exist",
         ),
-        ('<a href="sub/gone/">x</a>', "sub/gone/ leads to no file on the site"),
-        ('<a href="http://a.org">x</a>', "http://a.org is not an https URL"),
-        ('<a href="https://a b.org">x</a>', "https://a b.org is not an https URL"),
-        ('<a href="https:///path">x</a>', "https:///path is not an https URL"),
         ('<a href="//a.org">x</a>', "//a.org is not an https URL"),
-        ('<a href="javascript:go()">x</a>', "javascript:go() is not an https URL"),
         ('<img src="gone.png">', "loads gone.png, which does not exist"),
         ('<img src="https://a.org/x.png">', "loads https://a.org/x.png"),
-        ('<script src="//a.org/x.js"></script>', "loads //a.org/x.js"),
-        ('<link rel="stylesheet" href="https://a.org/x.css">', "loads https://a.org/x.css"),
-        ('<link rel="preconnect" href="https://a.org">', "loads https://a.org"),
         ('<p style="background: url(https://a.org/x)">', "loads https://a.org/x"),
-        ("<style>@import 'https://a.org/x.css'</style>", "loads https://a.org/x.css"),
-        (
-            '<script type="module">import "https://a.org/x.mjs"</script>',
-            "loads https://a.org/x.mjs",
-        ),
         ("<script>import('https://a.org/x.mjs')</script>", "loads https://a.org/x.mjs"),
-        ('<iframe src="https://a.org"></iframe>', "loads https://a.org"),
         (
             '<iframe srcdoc="&lt;script src=&quot;https://a.org/x.js&quot;&gt;"></iframe>',
             "loads https://a.org/x.js",
         ),
-        ('<img srcset="https://a.org/x.png 2x, x.png">', "loads https://a.org/x.png"),
     ],
 )
 def test_a_fault_is_found(tmp_path, body, said):
@@ -222,11 +190,6 @@ def test_a_fault_is_found(tmp_path, body, said):
     page(tmp_path, body)
     (tmp_path / "x.png").write_bytes(PIXEL)
     assert checked.faults(tmp_path)[0] == [f"index.html: {said}"]
-
-
-def test_a_style_sheet_that_loads_from_elsewhere_is_a_fault(tmp_path):
-    (tmp_path / "x.css").write_text("@font-face { src: url(https://a.org/x.woff2) }")
-    assert checked.faults(tmp_path)[0] == ["x.css: loads https://a.org/x.woff2"]
 
 
 def test_a_name_without_an_entry_is_missing(tmp_path):
@@ -239,54 +202,7 @@ def test_a_name_without_an_entry_is_missing(tmp_path):
     assert list(checked.missing(tmp_path)) == names[-1:]
 
 
-def test_every_module_of_the_reference_is_checked():
-    """The check includes every part of the package with an `__all__` that users import from."""
-    assert [f"attn_only_lens{name}" for name in checked.MODULES] == MODULES
-    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    of_modules = {module.rpartition(".")[2] for module in MODULES}
-    assert {path.stem for path in pages} == of_modules | {"results"}
-
-
 def test_the_build_fails_on_a_fault(tmp_path):
     page(tmp_path, '<a href="gone.html">x</a>')
     with pytest.raises(PluginError, match=r"gone.html leads to no file on the site\n  - the ref"):
         checked.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
-
-
-def test_a_name_is_described_once_and_referred_to_elsewhere():
-    assert "::: attn_only_lens.heads.names.HeadName" in gathered.entries("attn_only_lens")
-    here = gathered.entries("attn_only_lens.growth")
-    assert "[attn_only_lens.grow][attn_only_lens.growth.models._grow.grow]" in here
-    assert "::: attn_only_lens.growth.models._grow.grow\n" not in here
-    assert "::: attn_only_lens.growth.expansion.neurons.AddNeurons" in here
-
-
-def test_a_page_lists_types_of_results_that_users_do_not_import():
-    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluation"]})
-    text = gathered.on_page_markdown("# Results", page)
-    assert text == "# Results\n\n::: attn_only_lens.circuits._evaluate.Evaluation"
-    page = SimpleNamespace(meta={"results": ["attn_only_lens.circuits._evaluate.Evaluations"]})
-    with pytest.raises(
-        PluginError, match=r"lists attn_only_lens\.circuits\._evaluate\.Evaluations"
-    ):
-        gathered.on_page_markdown("# Results", page)
-
-
-def test_the_names_to_begin_with_come_first():
-    text = gathered.entries("attn_only_lens.viz", ["sweep_heatmap"])
-    names = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
-    assert names[0] == "sweep_heatmap"
-    assert "| [sweep_heatmap](#attn_only_lens.viz.sweep_heatmap) | Draw a heatmap of" in text
-    assert sorted(names[1:]) == names[1:]
-    assert set(names) == set(gathered.public("attn_only_lens.viz"))
-    with pytest.raises(PluginError, match="viz has no sweep, which"):
-        gathered.entries("attn_only_lens.viz", ["sweep"])
-
-
-def test_notebooks_are_in_the_navigation_once_there_are_some():
-    item = {"Notebooks": "notebooks/*.md"}
-    assert gathered._expanded(item, ["index.md"]) == []
-    pages = ["index.md", "notebooks/01.md", "notebooks/02.md"]
-    expanded = gathered._expanded(item, pages)
-    assert expanded == [{"Notebooks": ["notebooks/01.md", "notebooks/02.md"]}]
-    assert gathered._expanded({"Both": ["a.md", item]}, pages) == [{"Both": ["a.md", *expanded]}]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,14 +11,11 @@ import transformers
 from common import needs_hooked_transformer, needs_transformer_lens_4, relative
 from typer.testing import CliRunner
 
-from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as training
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained
-from attn_only_lens import patching as p
+from attn_only_lens import pretrained
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.models.verify import verify
 
-pytestmark = [pytest.mark.both_versions, pytest.mark.numeric]
+pytestmark = pytest.mark.numeric
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
@@ -40,6 +36,7 @@ def tokenizer():
 CLASSES = [False, pytest.param(True, marks=needs_hooked_transformer)]
 
 
+@pytest.mark.both_versions
 @pytest.mark.parametrize("hooked", CLASSES)
 @torch.no_grad()
 def test_its_logits_are_those_of_transformers(hooked, llama):
@@ -88,35 +85,12 @@ def test_it_is_as_right_as_its_card_says(llama):
         assert re.search(rf"\| {task} .*\| {right} of {total} \|", card), task
 
 
-def test_no_text_begins_a_sentence_with_a_prompt_that_is_held_out():
-    never = training.held_out(23)
-    sentence = min(never, key=len)
-    write = grammar.Grammar(3, never)
-    offered = iter([f"{sentence} are old.", "The horses run."])
-    assert write.checked(lambda: next(offered)) == "The horses run."
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("hooked", CLASSES)
-def test_neurons_are_exposed_patched_and_drawn(hooked):
-    source = pretrained.small_english(hooked=hooked)
-    model = expose_neuron_heads(source, copy=True).model
-    clean, corrupted = ("The keys near the cabinet", "The key near the cabinet")
-    contrast = Contrast(clean, corrupted, p.logit_diff(correct=" are", wrong=" is"))
-    assert verify(source, model, source.to_tokens(clean)).ok
-    sweep = p.attribution(model, contrast, method=p.Estimate(budget=0))
-    assert sweep.corrupted_value < 0 < sweep.clean_value
-    graph = circuits.attribution_graph(model, replace(contrast, corrupted=None), top=23)
-    assert {"attention", "neuron"} <= set(graph.nodes["kind"])
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_smoke(tmp_path):
     app = training.typer.Typer()
     app.command()(training.main)
-    for _ in range(2):  # the second run resumes at the end of the first
-        result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-        assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     written = {path.name for path in tmp_path.iterdir()}
     shipped = {path.name for path in DATA.iterdir() if path.is_file()}
     assert written == shipped - {"README.md"} | {"checkpoint.safetensors"}

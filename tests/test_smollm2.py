@@ -52,18 +52,6 @@ def test_bridge_and_neuron_heads_keep_the_logits(alone, bridge):
 
 
 @torch.no_grad()
-def test_a_folder_boots_as_its_model_and_tokenizer_do(folder, bridge):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    converted_bridge = TransformerBridge.boot_transformers(
-        str(folder), hf_model=model, tokenizer=tokenizer, device="cpu"
-    )
-    tokens = converted_bridge.to_tokens(CLEAN)
-    assert torch.equal(tokens, bridge.to_tokens(CLEAN))
-    assert relative(converted_bridge(tokens), bridge(tokens)) < 1e-5
-
-
-@torch.no_grad()
 def test_patches_are_those_of_hooks_on_the_model_of_transformers(alone, bridge):
     tokens = [bridge.to_tokens(text) for text in (CLEAN, CORRUPTED)]
     paris, rome = (bridge.to_single_token(text) for text in (" Paris", " Rome"))

@@ -18,15 +18,13 @@ from tokenizers import (
 )
 from tokenizers.trainers import BpeTrainer
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from attn_only_lens import (
     Contrast,
     chat_tokens,
-    circuits,
     expose_neuron_heads,
-    grow,
     load,
     token_texts,
 )
@@ -103,16 +101,11 @@ KINDS = {
     "WordPiece": word_piece,
     "words": words,
 }
-REAL = ("gpt2_tokenizer", "stories_swiglu_5l/tokenizer", "words_swiglu_4l/tokenizer")
 
 
-@pytest.fixture(params=[*KINDS, *REAL])
+@pytest.fixture(params=KINDS)
 def tokenizer(request):
-    if request.param in KINDS:
-        return KINDS[request.param]()
-    folder = request.getfixturevalue("shared_models_dir") / request.param
-    kind = GPT2TokenizerFast if "gpt2" in request.param else AutoTokenizer
-    return kind.from_pretrained(folder)
+    return KINDS[request.param]()
 
 
 def end_of_word():
@@ -190,16 +183,6 @@ def test_special_tokens_and_none():
     assert token_text(pieces, ids[1]) == " w"  # the same text at any position
     assert token_texts(SimpleNamespace(tokenizer=None), torch.tensor([3, 5])) == ["3", "5"]
     assert token_texts(pieces, []) == []
-
-
-def test_a_graph_has_the_words_of_its_prompt():
-    tokenizer = sentence_piece()
-    bridge = bridges.boot("gpt2")
-    bridge.tokenizer = tokenizer
-    ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
-    one_run = Contrast(ids, None, p.loss())
-    graph = circuits.attribution_graph(bridges.exposed_copy(bridge), one_run, top=5)
-    assert graph.tokens == (("<s>", " w", "ent", " to"),)
 
 
 # The first token, and chats
@@ -286,9 +269,7 @@ def test_prompts_that_are_no_chat(tmp_path):
         (plain, "w1", "has no chat template"),
         (silent, "w1", "prompt 0: the template returns no tokens"),
         (strict, ["w1", "w2"], "(?s)prompt 0: .*roles must alternate.*prompt 1: "),
-        (strict, [], "expected a text, a list of texts, or messages"),
         (strict, [{"role": "user"}], "expected a text, a list of texts, or messages"),
-        (strict, 5, "expected a text, a list of texts, or messages"),
     ):
         with pytest.raises(InputError, match=message):
             chat_tokens(bridge, prompts)
@@ -308,22 +289,8 @@ def test_chats_on_the_command_line(tmp_path):
         expected.frame["value"].tolist(), abs=1e-5
     )
     assert expected.frame["position"].max() == len(chat_tokens(bridge, "w1 w2")[0]) - 1
-    for command in (
-        ["circuit", str(folder), *pair, "--out", str(tmp_path / "circuit.json")],
-        [
-            "pattern",
-            str(folder),
-            "--prompt",
-            "w1",
-            "--layer",
-            "0",
-            "--out",
-            str(tmp_path / "p.html"),
-        ],
-        ["verify", str(folder), "--text", "w1"],
-    ):
-        result = CliRunner().invoke(app, [*command, "--chat"])
-        assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w1", "--chat"])
+    assert result.exit_code == 0, result.output
     assert "ok: 4 tokens" in result.output
     result = CliRunner().invoke(app, [*patch, "--token-ids"])
     assert result.exit_code == 2
@@ -337,15 +304,3 @@ def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
     pair = Contrast(["w1 w2", "w1"], ["w1 w3", "w1"], p.loss()).pair(bridge)
     assert pair.mask.sum(1).tolist() == [3, 2]
     assert pair.clean.max() < D_VOCAB
-
-
-@pytest.mark.parametrize(("bos", "begins"), [(True, [BOS]), (False, [])])
-def test_a_grown_folder_has_the_tokenizer_of_its_source(bos, begins, tmp_path):
-    folder = chat_folder(tmp_path / "model", bos=bos)
-    grown = grow(load(folder), d_mlp=41)
-    written = grown.save_pretrained(tmp_path / "grown")
-    for alone in map(AutoTokenizer.from_pretrained, (folder, written)):
-        assert alone("w1 w2")["input_ids"] == [W1, W2]
-        assert (alone.bos_token, alone.chat_template) == ("<bos>" if bos else None, TEMPLATE)
-    for bridge in (grown.model, load(written)):
-        assert checked_tokens(bridge, "w1 w2").tolist() == [[*begins, W1, W2]]

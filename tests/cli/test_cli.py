@@ -6,19 +6,13 @@ import sys
 
 import pytest
 import torch
-from common import tokens
+from common import run_cli, tokens
 from models import BASE, FAMILIES, build, source_folder
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from attn_only_lens import load
-from attn_only_lens.cli import app
 from attn_only_lens.models.checkpoint import read_manifest
 from attn_only_lens.models.source_folder import load_source
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -43,115 +37,83 @@ def test_torch_is_not_imported_before_it_is_used(program):
 
 def test_convert_and_verify(folder, tmp_path):
     out = tmp_path / "out"
-    result = run("convert", folder, out)
+    result = run_cli("convert", folder, out)
     assert result.exit_code == 0, result.output
     assert "3 layers of 2 attention heads and 37 neuron-heads" in result.output
     source, converted = load_source(folder), load(out)
     assert torch.equal(converted(tokens()), source(tokens()))
 
-    result = run("verify", folder, out, "--text", "w3 w5 w7 w11")
+    result = run_cli("verify", folder, out, "--text", "w3 w5 w7 w11")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("ok: 5 tokens in float32")
     assert "HookedTransformer, 3 layers, float32, cpu, texts begin with <bos>" in result.stderr
     save_file({"tokens": tokens().int()}, tmp_path / "tokens.safetensors")
-    result = run("verify", folder, out, "--tokens-file", tmp_path / "tokens.safetensors")
+    result = run_cli("verify", folder, out, "--tokens-file", tmp_path / "tokens.safetensors")
     assert result.exit_code == 0, result.output
     assert "22 tokens" in result.output
 
 
 def test_a_saved_folder_is_saved_again(folder, tmp_path):
-    run("convert", folder, tmp_path / "out", "--dtype", "bfloat16")
-    result = run("convert", tmp_path / "out", tmp_path / "again")
+    run_cli("convert", folder, tmp_path / "out", "--dtype", "bfloat16")
+    result = run_cli("convert", tmp_path / "out", tmp_path / "again")
     assert result.exit_code == 0, result.output
     first, second = load(tmp_path / "out"), load(tmp_path / "again")
     assert second.cfg.dtype == torch.bfloat16
     assert torch.equal(first(tokens()), second(tokens()))
     assert read_manifest(tmp_path / "again")["source_name"] == str(folder)
-    result = run("convert", tmp_path / "out", tmp_path / "new", "--dtype", "float64")
+    result = run_cli("convert", tmp_path / "out", tmp_path / "new", "--dtype", "float64")
     assert result.exit_code == 2
     assert "convert the original model" in result.output
 
 
 def test_verify_fails_where_the_models_differ(folder, tmp_path):
-    run("convert", folder, tmp_path / "out")
+    run_cli("convert", folder, tmp_path / "out")
     model = build("gelu", dtype=torch.float32, d_vocab_out=41, scale=0.41)
     save_file(dict(model.state_dict()), folder / "model.safetensors")
-    result = run("verify", folder, tmp_path / "out", "--text", "w3 w5")
+    result = run_cli("verify", folder, tmp_path / "out", "--text", "w3 w5")
     assert result.exit_code == 1
     assert result.stdout.startswith("DIFFERENT")
 
 
 def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
-    run("convert", folder, tmp_path / "out")
+    run_cli("convert", folder, tmp_path / "out")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
     save_file({"other": tokens()}, tmp_path / "other.safetensors")
-    save_file({"tokens": tokens().float()}, tmp_path / "floats.safetensors")
     save_file({"tokens": torch.tensor([[0, 41]])}, tmp_path / "big.safetensors")
-    save_file({"tokens": torch.zeros(1, 18).int()}, tmp_path / "long.safetensors")
     (tmp_path / "text.safetensors").write_text("w3 w5")
     out = tmp_path / "out"
     for arguments, message in (
         (("convert", "no-such-model", tmp_path / "new"), "no folder 'no-such-model'"),
-        (("convert", "/nonexistent", tmp_path / "new"), "there is no folder /nonexistent"),
-        (("convert", "gpt2", tmp_path / "new"), "no folder 'gpt2'"),
         (("convert", tmp_path / "theirs", tmp_path / "new"), "config.json"),
         (("convert", folder, tmp_path / "theirs"), "holds more than a saved model"),
-        (("convert", folder, tmp_path / "new", "--dtype", "int8"), "got --dtype int8"),
         (("convert", folder, tmp_path / "new", "--device", "abacus"), "got --device abacus"),
         (("convert", out, tmp_path / "new", "--device", "meta"), "got --device meta"),
-        (("convert", "gpt2", tmp_path / "new", "--device", "abacus"), "got --device abacus"),
         (
             ("verify", folder, out, "--tokens-file", tmp_path / "big.safetensors"),
             "values from 0 to 41",
         ),
-        (("verify", folder, out, "--tokens-file", tmp_path / "long.safetensors"), "got 18 tokens"),
         (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "there is no folder"),
         (("verify", folder, out), "either --text or --tokens-file"),
         (
             ("verify", folder, out, "--tokens-file", tmp_path / "other.safetensors"),
             "has the tensors",
         ),
-        (
-            ("verify", folder, out, "--tokens-file", tmp_path / "floats.safetensors"),
-            "shape [2, 11]",
-        ),
         (("verify", folder, out, "--tokens-file", tmp_path / "text.safetensors"), "not a readable"),
-        (("verify", folder, out, "--tokens-file", tmp_path / "none.safetensors"), "is missing"),
     ):
-        result = run(*arguments)
+        result = run_cli(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output
         assert "Traceback" not in result.output
-        assert len(result.output) < 1000
     assert not (tmp_path / "new").exists()
-
-
-def test_a_model_that_cannot_be_converted(folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text()) | {"act_fn": "solu"}
-    (folder / "config.json").write_text(json.dumps(config))
-    result = run("convert", folder, tmp_path / "out")
-    assert result.exit_code == 2
-    assert "its act_fn is 'solu'" in result.output
-    assert not (tmp_path / "out").exists()
-
-
-def test_text_without_a_tokenizer(folder, tmp_path):
-    for path in (folder / "tokenizer").iterdir():
-        path.unlink()
-    (folder / "tokenizer").rmdir()
-    run("convert", folder, tmp_path / "out")
-    result = run("verify", folder, tmp_path / "out", "--text", "w3")
-    assert result.exit_code == 2
-    assert "use --tokens-file" in result.output
 
 
 def test_bilinear_gates(folder, tmp_path):
     out = tmp_path / "out"
-    result = run("convert", folder, out, "--gate", "bilinear", "--heads", 4)
+    result = run_cli("convert", folder, out, "--gate", "bilinear", "--heads", 4)
     assert result.exit_code == 0, result.output
     assert f"{4 * 37} neuron-heads" in result.output
-    result = run("verify", folder, out, "--text", "w3 w5 w7 w11")
+    result = run_cli("verify", folder, out, "--text", "w3 w5 w7 w11")
     assert result.exit_code == 0, result.output
     assert "bilinear against exact" in result.output
     assert read_manifest(out)["gate"]["heads"] == 4
@@ -161,10 +123,10 @@ def test_bilinear_gates(folder, tmp_path):
         (("--heads", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),
     ):
-        result = run("convert", folder, tmp_path / "new", *arguments)
+        result = run_cli("convert", folder, tmp_path / "new", *arguments)
         assert result.exit_code == 2
         assert message in result.output
-    result = run("convert", out, tmp_path / "new", "--gate", "bilinear")
+    result = run_cli("convert", out, tmp_path / "new", "--gate", "bilinear")
     assert result.exit_code == 2
     assert "is already converted" in result.output
     assert not (tmp_path / "new").exists()
@@ -179,7 +141,7 @@ def test_bilinear_gates_of_a_gated_model(tmp_path):
     save_file(dict(model.state_dict()), folder / "model.safetensors")
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
     options = ("--tokens-file", tmp_path / "tokens.safetensors")
-    result = run("convert", folder, tmp_path / "out", "--gate", "bilinear", *options)
+    result = run_cli("convert", folder, tmp_path / "out", "--gate", "bilinear", *options)
     assert result.exit_code == 0, result.output
-    result = run("verify", folder, tmp_path / "out", *options)
+    result = run_cli("verify", folder, tmp_path / "out", *options)
     assert result.exit_code == 0, result.output

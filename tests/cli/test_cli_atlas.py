@@ -1,22 +1,14 @@
 """Tests of `attn-only-lens atlas`: one page or several, and resuming."""
 
 import pytest
+import torch
 from bridges import original
+from common import D_VOCAB, run_cli
 from tiny_tokenizer import tiny_tokenizer
-from typer.testing import CliRunner
-
-from attn_only_lens.cli import app
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    import torch
-    from common import D_VOCAB
-
     made = tmp_path_factory.mktemp("model")
     original("llama", torch.float32).save_pretrained(made)
     tiny_tokenizer(D_VOCAB, made)
@@ -27,17 +19,17 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     texts, out = tmp_path / "texts.txt", tmp_path / "atlas"
     texts.write_text("w3 w5 w7\nw11 w2\n")
     command = ("atlas", folder, "--texts", texts, "--k", 3, "--out", out)
-    result = run(*command)
+    result = run_cli(*command)
     assert result.exit_code == 0, result.output
     assert "index.html" in result.output
     whole = (out / "index.html").read_text("utf-8")
     assert "4 heads and 74 neurons" in whole
     assert {path.name for path in out.iterdir()} == {"index.html", "statistics"}
     monkeypatch.setattr("attn_only_lens.viz.neurons.MOST_NEURONS", 73)  # the second call resumes
-    assert run(*command).exit_code == 0
+    assert run_cli(*command).exit_code == 0
     assert "layer-01.html" in (out / "index.html").read_text("utf-8")
     assert "2 heads and 37 neurons" in (out / "layer-01.html").read_text("utf-8")
-    narrow = run(*command[:-1], tmp_path / "narrow", "--layers", 1)
+    narrow = run_cli(*command[:-1], tmp_path / "narrow", "--layers", 1)
     assert narrow.exit_code == 0, narrow.output
     assert "37 neurons" in (tmp_path / "narrow" / "index.html").read_text("utf-8")
     for more, reason in (
@@ -50,6 +42,6 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
         for name in more[::2]:  # an option may not be repeated
             if name in words:
                 del words[words.index(name) : words.index(name) + 2]
-        result = run(*words, *more)
+        result = run_cli(*words, *more)
         assert result.exit_code == 2
         assert reason in " ".join(result.output.split())

@@ -6,22 +6,16 @@ import shutil
 import pandas as pd
 import pytest
 from bridges import hf_folder
-from common import needs_hooked_transformer, tokens
+from common import needs_hooked_transformer, run_cli, tokens
 from models import source_folder
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from attn_only_lens import Contrast, compare, load
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
 
 FEW = ("--patched", 3, "--nodes", 5)
 LOSS = ("--metric", "loss")
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +26,7 @@ def folders(tmp_path_factory):
 
 def grown_from(folder):
     grown = folder.parent / "grown"
-    result = run("grow", folder, grown, "--d-mlp", 41, "--n-layers", 3)
+    result = run_cli("grow", folder, grown, "--d-mlp", 41, "--n-layers", 3)
     assert result.exit_code == 0, result.output
     return folder, grown
 
@@ -41,7 +35,7 @@ def test_texts(folders, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n\nw5 w6\nw7 w8\n")  # two lengths
     out = tmp_path / "report"
-    result = run(
+    result = run_cli(
         "compare", *folders, "--clean", prompts, "--out", out, "--batch-size", 3, *FEW, *LOSS
     )
     assert result.exit_code == 0, result.output
@@ -60,15 +54,18 @@ def test_texts(folders, tmp_path):
     assert (out / "report.html").stat().st_size < 6_000_000
 
 
-def test_tokens_a_null_and_a_metric(folders, tmp_path):
+def test_tokens_a_null_a_metric_and_a_provenance_from_elsewhere(folders, tmp_path):
     path, other_path = tmp_path / "prompts.safetensors", tmp_path / "other.txt"
     save_file({"tokens": tokens(batch=3)}, path)
     corrupted = tokens(seed=5, batch=3)
     other_path.write_text("\n".join(",".join(map(str, row)) for row in corrupted.tolist()))
+    source, grown = folders
+    trained = shutil.copytree(grown, tmp_path / "trained")
+    (trained / "provenance.json").unlink()  # as transformers saves it
     out = tmp_path / "report"
-    options = ("--corrupted", other_path, "--null", folders[1])
+    options = ("--corrupted", other_path, "--null", grown, "--provenance", grown)
     options += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
-    result = run("compare", *folders, "--clean", path, "--out", out, *options, *FEW)
+    result = run_cli("compare", source, trained, "--clean", path, "--out", out, *options, *FEW)
     assert result.exit_code == 0, result.output
     models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
@@ -99,26 +96,10 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
     options = ("--clean", prompts, "--out", tmp_path / "report", *FEW, *LOSS)
-    result = run("compare", "gpt2", grown, *options)
+    result = run_cli("compare", "gpt2", grown, *options)
     assert result.exit_code == 0, result.output
     assert "gpt2: HookedTransformer, 3 layers" in result.stderr
     assert names == ["gpt2"]
-
-
-def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
-    """A model saved by transformers has no provenance, so the option names the grown folder."""
-    source, grown = folders
-    trained = shutil.copytree(grown, tmp_path / "trained")
-    (trained / "provenance.json").unlink()
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "report"
-    prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    options = ("--clean", prompts, "--out", out, *FEW, *LOSS)
-    refused = run("compare", source, trained, *options)
-    assert refused.exit_code == 2
-    assert "this model has no provenance" in " ".join(refused.output.split())
-    result = run("compare", source, trained, *options, "--provenance", grown)
-    assert result.exit_code == 0, result.output
-    assert (out / "report.html").exists()
 
 
 def test_what_is_refused(folders, tmp_path):
@@ -133,16 +114,16 @@ def test_what_is_refused(folders, tmp_path):
         ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),
     ):
-        result = run("compare", *arguments, "--out", out)
+        result = run_cli("compare", *arguments, "--out", out)
         assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
     assert not out.exists()
-    result = run("compare", *folders, "--clean", prompts, *LOSS, "--out", prompts)
+    result = run_cli("compare", *folders, "--clean", prompts, *LOSS, "--out", prompts)
     assert result.exit_code == 2
     assert "is a file; expected a folder" in " ".join(result.output.split())
     for folder in folders:
         before = sorted(folder.iterdir())
-        result = run("compare", *folders, "--clean", prompts, *LOSS, "--out", folder)
+        result = run_cli("compare", *folders, "--clean", prompts, *LOSS, "--out", folder)
         assert result.exit_code == 2
         assert "expected another" in " ".join(result.output.split())
         assert sorted(folder.iterdir()) == before

@@ -1,16 +1,16 @@
 """Tests of `attn-only-lens patch`: the sweep that it writes, printed output, and errors."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from bridges import hf_folder
-from typer.testing import CliRunner
+from common import run_cli
 
 from attn_only_lens import Contrast, expose_neuron_heads, load, save, viz
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 TEXTS = ("--clean", CLEAN, "--corrupted", CORRUPTED, "--answer", "w13", "--wrong", "w17")
@@ -18,8 +18,7 @@ TOKENS = ("--token-ids", "--clean", "0,7,9,11", "--corrupted", "0,8,9,11")
 NUMBERS = (*TOKENS, "--answer", 17, "--wrong", 21)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["patch", *(str(argument) for argument in arguments)])
+run = partial(run_cli, "patch")
 
 
 @pytest.fixture(scope="module")
@@ -46,35 +45,20 @@ def test_a_sweep_of_texts(folder, tmp_path):
         assert re.search(rf"{name} .* {token} ", result.output)
     assert "logit_diff('w13', 'w17')" in result.output
     assert f"{len(frame)} rows" in result.output
-    sweep = p.Sweep.load(out)
-    ends = sweep.clean_value, sweep.corrupted_value
-    title = "Logit difference {:.3g} (clean), {:.3g} (corrupted)".format(*ends)
-    assert title in result.stdout.splitlines()  # not wrapped to the width of the table
-
-
-def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.cli.patch._MANY", 300)
-    monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
-    shown = {}
-    for sites in ("all", "L0N3,L0N5"):
-        result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", sites)
-        assert result.exit_code == 0, result.output
-        shown[sites] = " ".join(result.stderr.split())
-    assert "390 patches: 78 heads and neurons at 5 positions" in shown["all"]
-    assert re.search(r"about \d+ seconds, an estimate", shown["all"])
-    assert "attn-only-lens explain" in shown["all"]
-    assert "estimate" not in shown["L0N3,L0N5"]
+    assert "estimate" not in result.stderr
 
 
 def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
-    """Without roles, they have one row for each token from the end; with roles, for each role."""
+    """Without roles, they have one row for each token from the end; with roles, for each role.
+
+    Many patches begin with an estimate of the time.
+    """
     texts = (*TEXTS, "--clean", "w3 w5 w7", "--corrupted", "w3 w6 w7")
     saved, out = tmp_path / "pairs.json", tmp_path / "sweep.csv"
-    for positions in ("each", "2,-1"):
-        result = run(folder, *texts, "--out", out, "--positions", positions)
-        assert result.exit_code != 0
-        assert "prompt 0 has 5 tokens, and prompt 1 has 4" in " ".join(result.output.split())
-        assert not out.exists()
+    result = run(folder, *texts, "--out", out, "--positions", "2,-1")
+    assert result.exit_code != 0
+    assert "prompt 0 has 5 tokens, and prompt 1 has 4" in " ".join(result.output.split())
+    assert not out.exists()
     result = run(folder, *texts, "--out", out, "--positions=-1", "--sites", "heads")
     assert result.exit_code == 0, result.output
     prompts, roles = ([CLEAN, "w3 w5 w7"], [CORRUPTED, "w3 w6 w7"]), {"changed": 2, "end": -1}
@@ -84,7 +68,10 @@ def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("attn_only_lens.cli.patch._SAMPLES", (2, 2, 7))
     result = run(folder, "--pairs", saved, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "156 patches: 78 heads and neurons at 2 positions" in " ".join(result.stderr.split())
+    said = " ".join(result.stderr.split())
+    assert "156 patches: 78 heads and neurons at 2 positions" in said
+    assert re.search(r"about \d+ seconds, an estimate", said)
+    assert "attn-only-lens explain" in said
     sweep = p.Sweep.load(out)
     model = expose_neuron_heads(load(folder)).model
     reference = p.activation_patch(model, contrast, sites=p.Sites(positions="roles")).frame
@@ -93,30 +80,17 @@ def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
     assert viz.sweep_heatmap(sweep).data[0].x[0].startswith("changed ")
 
 
-@pytest.mark.parametrize(
-    ("options", "how"),
-    [
-        (["--corrupted", "0,8,9,11", "--part", "k"], {"part": "k"}),
-        (["--direction", "zero", "--sites", "L0N5@1,L1H1@-1"], {"direction": "zero"}),
-    ],
-    ids=["keys", "one prompt"],
-)
-def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
-    """The key part selects attention heads only; an ablation needs no corrupted prompt."""
+def test_an_ablation_needs_no_corrupted_prompt(folder, tmp_path):
     out = tmp_path / "sweep.csv"
     prompt = ("--token-ids", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
+    sites = ["L0N5@1", "L1H1@-1"]
+    options = ("--direction", "zero", "--sites", ",".join(sites))
     result = run(folder, *prompt, "--out", out, *options)
     assert result.exit_code == 0, result.output
     frame = p.Sweep.load(out).frame
-    if "part" in how:
-        resample = torch.tensor([0, 8, 9, 11])
-        assert set(frame["kind"]) == {"attention"}
-    else:
-        resample, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
-        assert frame["position"].tolist() == [1, -1]
-    reference = expected(
-        folder, torch.tensor([0, 7, 9, 11]), resample, metric=p.logit_diff(17, 21), **how
-    )
+    assert frame["position"].tolist() == [1, -1]
+    how = {"metric": p.logit_diff(17, 21), "direction": "zero", "sites": sites}
+    reference = expected(folder, torch.tensor([0, 7, 9, 11]), None, **how)
     np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
 
 
@@ -146,21 +120,16 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
     assert reference["value"].std() > 2e-4
 
 
-@pytest.mark.parametrize(
-    ("metric", "answers"),
-    [("loss", ()), ("log_probability", (17,))],
-)
-def test_metrics_and_several_prompts(folder, tmp_path, metric, answers):
+def test_a_metric_without_answers_and_several_prompts(folder, tmp_path):
     out = tmp_path / "sweep.csv"
     second = ("--clean", "0,5,6,7", "--corrupted", "0,5,6,8", "--sites", "L0H1,L1N5")
-    options = ("--answer", *answers) if answers else ()
-    result = run(folder, *TOKENS, *second, *options, "--metric", metric, "--out", out)
+    result = run(folder, *TOKENS, *second, "--metric", "loss", "--out", out)
     assert result.exit_code == 0, result.output
     reference = expected(
         folder,
         torch.tensor([[0, 7, 9, 11], [0, 5, 6, 7]]),
         torch.tensor([[0, 8, 9, 11], [0, 5, 6, 8]]),
-        metric=getattr(p, metric)(*answers),
+        metric=p.loss(),
         sites=["L0H1", "L1N5"],
     )
     np.testing.assert_allclose(p.Sweep.load(out).frame["value"], reference["value"], atol=1e-5)

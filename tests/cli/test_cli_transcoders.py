@@ -2,12 +2,10 @@
 
 import pandas as pd
 import pytest
-from common import needs_hooked_transformer
-from typer.testing import CliRunner
+from common import needs_hooked_transformer, run_cli
 
 from attn_only_lens import Contrast, save, transcoders
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 from attn_only_lens.pretrained import (
     small_english,
     small_english_texts,
@@ -35,17 +33,13 @@ def folders(tmp_path_factory):
     return root, sweep.frame
 
 
-def run(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
 def test_patch(folders, tmp_path):
     """The same numbers as in Python, from the saved model and from the two parts."""
     root, expected = folders
     out = tmp_path / "sweep.csv"
     for model in ([root / "model"], ["small-english", "--transcoders", root / "features"]):
         options = ["--sites", "features", "--positions=-1", "--out", out]
-        result = run("patch", *model, *PROMPTS, *METRIC, *options)
+        result = run_cli("patch", *model, *PROMPTS, *METRIC, *options)
         assert result.exit_code == 0, result.output
         got = pd.read_csv(out)
         assert got["name"].tolist() == expected["name"].tolist()
@@ -58,14 +52,14 @@ def test_pages(tmp_path):
     texts.write_text("\n".join(small_english_texts()[:3]))
     shipped = ["small-english", "--transcoders", "small-english"]
     for words, names in (
-        (["explain", *shipped, *PROMPTS, *METRIC, "--top", 3, "--out"], ["L0F", "L3F"]),
+        (["circuit", *shipped, *PROMPTS, *METRIC, "--faithfulness", 0.3, "--out"], ["F"]),
         (["pattern", *shipped, "--prompt", PAIR[0], "--names", "L3F7", "--out"], ["L3F7"]),
     ):
         page = tmp_path / f"{words[0]}.html"
-        result = run(*words, page)
+        result = run_cli(*words, page)
         assert result.exit_code == 0, result.output
         assert all(name in page.read_text("utf-8") for name in names)
-    result = run(
+    result = run_cli(
         "atlas", *shipped, "--texts", texts, "--names", "L3F7,L2F5", "--out", tmp_path / "a"
     )
     assert result.exit_code == 0, result.output
@@ -80,10 +74,10 @@ def test_errors(folders, tmp_path):
         (["explain", "small-english", "--transcoders", tmp_path / "no"], "no file or folder"),
         (["explain", "small-english", "--transcoders", root / "model"], "is a saved model"),
     ):
-        result = run(*words, *PROMPTS, *METRIC, *out)
+        result = run_cli(*words, *PROMPTS, *METRIC, *out)
         assert result.exit_code == 2
         assert message in result.output
-    result = run("grow", root / "model", tmp_path / "grown", "--d-mlp", 1024)
+    result = run_cli("grow", root / "model", tmp_path / "grown", "--d-mlp", 1024)
     assert result.exit_code == 2
     assert "was saved with transcoders, which imitate the MLPs of this model" in result.output
     assert not (tmp_path / "grown").exists()
@@ -94,7 +88,7 @@ def test_convert_refuses_transcoders(tmp_path):
     model = small_english(hooked=True)
     with transcoders.attach(model, small_english_transcoders()):
         save(model, tmp_path / "model")
-    result = run("convert", tmp_path / "model", tmp_path / "converted")
+    result = run_cli("convert", tmp_path / "model", tmp_path / "converted")
     assert result.exit_code == 2
     assert "transcoders replace its MLPs" in result.output
     assert not (tmp_path / "converted").exists()

@@ -3,23 +3,19 @@
 import re
 
 import numpy as np
-import pytest
 import torch
-from typer.testing import CliRunner
+from common import run_cli
 
 from attn_only_lens import Contrast, HeadName, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 from attn_only_lens.cli.demo import CLEAN, CORRUPTED, PAIRS, WORDS
 from attn_only_lens.models.expose import expose_neuron_heads
-
-pytestmark = pytest.mark.both_versions
 
 
 @torch.no_grad()
 def test_the_strongest_parts_and_their_pages(tmp_path):
     """The column "denoise" equals patches by plain hooks."""
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new")])
+    result = run_cli("demo", "--out", tmp_path / "new")
     assert result.exit_code == 0, result.output
     assert "bitwise the same" in result.output
     assert "held-out pairs" in result.output

@@ -1,7 +1,5 @@
 """Tests of divergences, resamples and overlaps against explicit sums and scipy."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -50,56 +48,6 @@ def test_a_sink_is_an_outcome():
 def rows(chosen):
     """Return the rows that the only resample has chosen."""
     return np.flatnonzero(chosen[0]).tolist()
-
-
-def test_overlap_of_two_circuits():
-    first = np.array([5.0, -4.0, 3.0, 2.0, np.nan, 0.0, 1.0])
-    second = np.array([1.0, -4.0, 5.0, 0.5, 9.0, 0.0, -2.0])
-    first, second = first[None], second[None]
-    assert rows(largest(first, 3)) == [0, 1, 2]
-    assert rows(largest(second, 3)) == [1, 2, 4]
-    assert rows(largest(np.array([[1.0, -2.0, 2.0, -2.0, 1.0]]), 2)) == [1, 2]  # among ties
-    assert [rows(largest(first, n)) for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
-
-    def overlaps(weights):
-        both = [x.repeat(len(weights), axis=0) for x in (first, second)]
-        return {"nodes": Overlap(*(largest(x, 3) for x in both), *both)}
-
-    nodes = overlap_measures(overlaps, Resampling(5, 0.9), 3, 7)["nodes"]
-    assert [nodes[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
-    assert nodes["jaccard"] == nodes["jaccard_low"] == nodes["jaccard_high"] == 0.5
-    expected = spearmanr(first[0, :3], second[0, :3]).statistic
-    assert nodes["rank_correlation"] == pytest.approx(expected)
-
-
-def test_intervals_are_of_resampled_prompts():
-    """Intervals equal those from an enumeration of all resamples."""
-    scores = np.array([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.2, 1.1, 1.2]])
-
-    def choose(weights):
-        means = weights @ scores.T
-        second_mask = np.zeros(means.shape, dtype=bool)
-        second_mask[:, 2] = True
-        return {"nodes": Overlap(largest(means, 1), second_mask, means, np.ones(means.shape))}
-
-    n = 4000
-    weights = Resampling(n, 0.5).weights(3)
-    values = choose(weights)["nodes"].first[:, 2]
-    every = [
-        scores[:, list(rows)].mean(1).argmax() == 2
-        for rows in itertools.product(range(3), repeat=3)
-    ]
-    # Four standard errors of a proportion.
-    assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
-    assert 0 < np.mean(every) < 1
-    resampling = Resampling(200, 0.999)
-    nodes = overlap_measures(choose, resampling, 3, 3)["nodes"]
-    shares = choose(resampling.weights(3))["nodes"].first[:, 2]
-    assert nodes["jaccard"] == 1  # 0 or 1 in resamples, shifted and clipped
-    assert nodes["jaccard_low"] == pytest.approx(1 - shares.mean())
-    assert nodes["jaccard_high"] == 1
-    again = overlap_measures(choose, resampling, 3, 10**9)["nodes"]
-    assert nodes == pytest.approx(again, nan_ok=True)  # for any number of resamples at once
 
 
 def test_all_resamples_at_once_are_each_by_itself():

@@ -60,12 +60,11 @@ def numbers(comparison, columns=NUMBERS):
 
 def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
     clean, corrupted = tokens(batch=7), tokens(seed=1, batch=7)
-    metric = p.logit_diff(3, 5)
-    contrast = Contrast(clean, corrupted, metric)
+    answers = list(range(7))  # which are cut with their prompts
+    contrast = Contrast(clean, corrupted, p.logit_diff(answers, [x + 9 for x in answers]))
     whole = compare(*pair, contrast, **FEW)
     cut = compare(*pair, contrast, **in_batches(3))
-    stream = (Contrast(clean[rows], corrupted[rows], metric) for rows in (slice(0, 2), slice(2, 7)))
-    streamed = compare(*pair, stream, **FEW)
+    streamed = compare(*pair, iter([contrast[:2], contrast[2:]]), **FEW)
     # These are sums of the same terms in another order.
     for comparison in (cut, streamed):
         np.testing.assert_allclose(numbers(comparison), numbers(whole), rtol=1e-9, atol=1e-13)
@@ -176,12 +175,10 @@ def test_what_is_refused(pair):
         ((model, deeper, good), {"provenance": grown.provenance}, "the grown model has size 37"),
         ((grown.model, grown, good), {}, "the original has size 41 along d_mlp"),
         ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
-        ((model, grown, prompts), {}, "got a Tensor as a batch; expected Contrast(clean"),
         ((model, grown, iter([])), {}, "got no contrasts"),
         ((model, grown, [3]), {}, "got an int as a batch"),
         ((model, grown, alone(prompts[:1])), {}, "only prompt 0 has 11 tokens"),
         ((model, grown, good), {"null": null}, "the null model grew differently"),
-        ((model, grown, good), {"null": null.model}, "expected the same shape"),
         ((model, grown, good), {"null": 3}, "the null model: got an int"),
         ((model, grown, good), {"work": Work(batch_size=2)}, "does not use batch_size"),
     ):
@@ -190,11 +187,8 @@ def test_what_is_refused(pair):
         assert message in str(error.value), (message, str(error.value))
     for contrast, message in (
         (alone(prompts + 41), "values from"),
-        (alone(prompts[0, 0]), "int64"),
-        (alone(prompts.double()), "float64"),
         (alone(prompts, p.logit_diff(3, 99)), "99"),
         (alone(prompts, p.logit_diff([3, 3, 3], 5)), "3"),
-        (alone(prompts, lambda logits: 1.5), "this metric is constant"),
         (alone(prompts, p.logit_diff(3, 5)), "this metric is constant"),  # the same prompts, rolled
     ):
         with pytest.raises((InputError, ComparisonError)) as error:
@@ -267,26 +261,13 @@ def test_prompts_may_repeat_in_a_later_batch(pair):
         compare(*pair, iter([alone(same)]), **FEW)
 
 
-def test_no_prompt_is_held_against_itself(pair):
-    """Pairing a prompt with itself would count a zero and make every mean too small."""
-    a, b, c = tokens(batch=3).split(1)
-    for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
-        made = list(batches(pair[0], map(alone, stream), 2))
-        assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
-        assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
-    whole = batches(pair[0], alone(torch.cat([a, b, b, b, c])), 2)
-    assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in whole)
-
-
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        (lambda: alone(tokens(batch=2) + 41), "UnsupportedCallError|InputError.*values from"),
         (lambda: alone(tokens(batch=1, pos=7)), "1 prompt of 7 tokens"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda: alone(tokens(batch=3), lambda logits: logits.detach().sum()), "InputError"),
     ],
-    ids=["not tokens", "alone", "its own", "no slope"],
+    ids=["alone", "its own"],
 )
 def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
     def stream():
@@ -314,12 +295,12 @@ def test_an_error_of_the_first_batch_is_itself(pair):
     assert "1 prompt of 11 tokens" in str(error.value)
 
 
-def test_stages_have_bars(pair, capsys):
-    sizes = growth.ComparisonSizes(batch_size=3, n_patched=2, n_nodes=3)
-    settings = {"sizes": sizes, **RESAMPLED}
-    compare(*pair, alone(tokens(batch=5)), **settings)
-    shown = capsys.readouterr().err
-    for stage in ("circuit of the original", "batch 2 of 2: patterns and outputs", "bootstrap"):
-        assert f"{stage}: 100%" in shown, stage
-    compare(*pair, alone(tokens(batch=5)), **settings, work=Work(progress=False))
-    assert capsys.readouterr().err == ""
+def test_no_prompt_is_held_against_itself(pair):
+    """Pairing a prompt with itself would count a zero and make every mean too small."""
+    a, b, c = tokens(batch=3).split(1)
+    for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
+        made = list(batches(pair[0], map(alone, stream), 2))
+        assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
+        assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
+    whole = batches(pair[0], alone(torch.cat([a, b, b, b, c])), 2)
+    assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in whole)

@@ -8,28 +8,23 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import D_VOCAB, relative, tokens
+from common import D_VOCAB, relative, run_cli, tokens
 from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
-from models import STRUCTURES, build, source_folder
-from typer.testing import CliRunner
+from models import build, source_folder
 from uneven import uneven
 
 from attn_only_lens import (
     Bilinear,
-    Contrast,
     HeadName,
     convert,
     expose_neuron_heads,
     grow,
     growth,
     load,
-    patching,
     save,
 )
-from attn_only_lens.cli import app
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
-from attn_only_lens.growth.models.two_blocks import ConvertedModel
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -43,6 +38,10 @@ REFUSED = {
 }
 # Fewer keys than queries, under a norm over all heads, has two widths.
 REFUSED["post_norm_grouped"] = REFUSED["post_norm"]
+# Other families differ from one of these only in what growth does not read.
+FAMILIES = ("gelu", "silu_gated", "ln_pre", "no_norm", "final_rms", "post_norm")
+FAMILIES += ("post_norm_grouped", "norms_before_and_after", "alibi", "shortformer", "local")
+FAMILIES += ("grouped_ungrouped", "qk_norm", "clip_qkv", "inverse_layer", "parallel", "llama")
 SEEN_BY_NO_AXES = ("q_norm.", "k_norm.")  # heads and batch are one axis there
 PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where widths grow
 
@@ -92,7 +91,7 @@ def check_converted(converted, grown):
     assert same_bits(grown.shrink(), converted)
 
 
-@pytest.mark.parametrize("family", [*STRUCTURES, "post_norm_grouped"])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_exact_or_refused_and_the_same_after_conversion(family):
     model, refused = source(family), REFUSED.get(family, {})
@@ -137,11 +136,7 @@ def test_one_norm_over_all_heads_grows_where_all_its_sizes_fit():
 
 @pytest.mark.parametrize(
     ("family", "flag"),
-    [
-        ("gelu", "set_use_split_qkv_input"),
-        ("gelu", "set_use_attn_in"),  # TransformerLens refuses it for grouped queries
-        ("grouped", "set_use_split_qkv_input"),
-    ],
+    [("gelu", "set_use_attn_in"), ("grouped", "set_use_split_qkv_input")],
 )
 def test_inputs_by_head(family, flag):
     model = build(family)
@@ -161,20 +156,12 @@ def test_inputs_by_head(family, flag):
         ln1.old_part(new[ln1.name])
 
 
-@pytest.mark.parametrize("norm", ["RMS", "RMSPre", "LNPre"])
-def test_positions_beside_the_stream(norm):
-    model = build("shortformer", normalization_type=norm)
+def test_positions_beside_a_stream_with_folded_norms():
+    model = build("shortformer", normalization_type="LNPre")
     grown = grow(model, growth.WidenStream(11)).model
     assert relative(grown(tokens()), model(tokens())) < EXACT
     moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
-    assert torch.allclose(moves, moves.new_tensor(1 if norm == "RMS" else (37 / 26) ** 0.5))
-
-
-def test_a_scale_of_its_own_stays():
-    model = build("clip_qkv", attn_scale=2.3)
-    grown = grow(model, d_head=17)
-    assert grown.model.cfg.attn_scale == 2.3
-    assert relative(grown.model(tokens()), model(tokens())) < EXACT
+    assert torch.allclose(moves, moves.new_tensor((37 / 26) ** 0.5))
 
 
 def test_attention_only_models_and_other_dtypes():
@@ -189,23 +176,7 @@ def test_attention_only_models_and_other_dtypes():
     assert same_bits(grown.shrink(), half)
 
 
-def test_what_is_not_function_comes_along():
-    model = build("rotary")
-    model.eval()
-    model.blocks[2].mlp.W_in.requires_grad_(False)
-    model.tokenizer = object()
-    numbers = torch.get_rng_state()
-    grown = grow(model, growth.compose(growth.InsertLayer(0), growth.AddNeurons(2))).model
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert not any(module.training for module in grown.modules())
-    assert grown.tokenizer is model.tokenizer
-    frozen = [name for name, p in grown.named_parameters() if not p.requires_grad]
-    assert frozen == ["blocks.3.mlp.W_in"]
-    pointers = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
-    assert not pointers & {tensor.data_ptr() for tensor in grown.state_dict().values()}
-
-
-@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal", "muP"])
+@pytest.mark.parametrize("mode", ["kaiming_normal", "muP"])
 def test_own_is_transformerlens_own(mode):
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
     cfg |= {"d_vocab": 59, "act_fn": "gelu", "init_mode": mode, "seed": 0}
@@ -247,7 +218,7 @@ def test_folders(tmp_path):
         ("grow", tmp_path / "out", tmp_path / "more", "--n-heads", 3),
         ("convert", tmp_path / "more", tmp_path / "converted"),
     ):
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        result = run_cli(*arguments)
         assert result.exit_code == 0, result.output
     model, grown = load_source(folder), load_source(tmp_path / "out")
     assert relative(grown(tokens()), model(tokens())) < 2e-5
@@ -260,7 +231,7 @@ def test_folders(tmp_path):
 # Converted models whose layers differ
 
 
-@pytest.mark.parametrize("family", ["gelu", "llama", "gemma"])
+@pytest.mark.parametrize("family", ["gelu", "llama"])
 @torch.no_grad()
 def test_some_layers_only(family, tmp_path):
     model = build(family)
@@ -299,11 +270,10 @@ def test_some_layers_only(family, tmp_path):
         again.shrink()
 
 
-@pytest.mark.parametrize("family", ["llama", "qk_norm"])
 @torch.no_grad()
-def test_values_and_keys_apart(family):
+def test_values_and_keys_apart():
     """Values and keys can grow alone, and both in turn equal both at once, bit for bit."""
-    model = build(family)
+    model = build("qk_norm")
     converted, width = convert(model), model.cfg.d_head
     values, keys = growth.WidenValues(3), growth.WidenQueriesAndKeys(3)
     both = grow(model, growth.compose(values, keys), seed=3).model
@@ -357,74 +327,6 @@ def test_bilinear_gates():
     assert "L0N44" in provenance.new_neurons
 
 
-def test_bilinear_gates_of_several_heads_are_refused():
-    """The way around: grow the original, then convert it."""
-    source, gate = build("gelu"), Bilinear(2)
-    with pytest.raises(GrowthError, match="grow the original model, then convert it"):
-        grow(convert(source, gate=gate), growth.AddNeurons(5))
-    grown = grow(source, growth.AddNeurons(5), seed=2)
-    before, after = (convert(model, gate=gate)(tokens()) for model in (source, grown.model))
-    assert relative(after, before) < EXACT
-
-
-@pytest.mark.parametrize("init", [growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
-def test_starts_without_zeros(init):
-    model = build("silu_gated", act_fn="gelu")
-    step = growth.compose(growth.AddNeurons(5), growth.AddHeads(2))
-    one, grown = grow(model, step, init=init, seed=3), grow(convert(model), step, init=init, seed=3)
-    assert relative(one.model(tokens()), model(tokens())) < EXACT
-    assert same_bits(one.shrink(), model)
-    assert same_bits(grown.model, convert(one.model))
-    assert same_bits(grown.shrink(), convert(model))
-
-
-def test_another_seed_is_another_model():
-    source = build("gelu")
-    first, second = (
-        grow(source, d_mlp=41, seed=3).model,
-        grow(convert(source), d_mlp=41, seed=4).model,
-    )
-    assert not same_bits(convert(first), second)
-
-
-@torch.no_grad()
-def test_a_layer_is_two_blocks():
-    converted = convert(build("local"))
-    converted.set_use_attn_result(True)
-    converted.blocks[2].eval()
-    converted.blocks[3].attn.W_in.requires_grad_(False)
-    grown = grow(converted, growth.InsertLayer(at=0, like=1))
-    model = grown.model
-    assert len(model.blocks) == model.cfg.n_layers == 8
-    assert [block.attn.attn_type for block in model.blocks[::2]] == [
-        *("local", "global", "local", "global")
-    ]
-    assert model.cfg.use_attn_result
-    assert [block.training for block in model.blocks] == [
-        *(False, True),  # copied from the layer that it was made from
-        *(True, True, False, True, True, True),
-    ]
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert frozen == ["blocks.1.attn.W_in", "blocks.5.attn.W_in"]
-    assert not any(model.blocks[0].attn.b_O)
-    assert not model.blocks[1].attn.W_out.any()
-    assert model.blocks[1].attn.W_in.any()
-    assert grown.shrink().blocks[2].training is False
-
-
-def test_parameters_are_known_by_their_names_in_the_source():
-    source = build("llama", n_layers=1, attn_types=None)
-    named = {name: p.name for name, p in ConvertedModel(convert(source)).parameters().items()}
-    assert named["blocks.0.attn._W_K"] == "blocks.0.attn.W_K"
-    assert named["blocks.1.attn.W_gate"] == "blocks.0.mlp.W_gate"
-    assert named["blocks.1.ln1.w"] == "blocks.0.ln2.w"
-    assert list(read(convert(source)).tensors) == list(named.values())
-    tensors = read(source).tensors
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        name: tensor.shape for name, tensor in read(convert(source)).tensors.items()
-    }
-
-
 @torch.no_grad()
 def test_refused_with_all_reasons():
     converted = convert(build("grouped"))
@@ -451,27 +353,6 @@ def test_refused_with_all_reasons():
     assert "blocks.3.attn.b_out share one parameter" in text
     assert "forward was replaced on blocks.5.attn" in text
     assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
-
-
-@pytest.mark.parametrize("name", ["gelu", "parallel"])
-def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
-    model = convert(build(name))
-    steps = growth.AddNeurons(2, layers=[0]), growth.AddHeads(1, layers=[2]), growth.InsertLayer(1)
-    widths = growth.WidenValues(3, layers=[0]), growth.WidenQueriesAndKeys(2, layers=[3])
-    grown = grow(model, growth.compose(*steps, *widths))
-    clean = tokens()
-    contrast = Contrast(clean, clean.roll(-1, dims=0), patching.loss())
-
-    def values(of, sites):
-        sweep = patching.activation_patch(of, contrast, sites=sites)
-        return torch.tensor(sweep.frame["value"].to_numpy())
-
-    names = [f"L{layer}{part}" for layer in range(3) for part in ("H0", "H1", "N5", "N31")]
-    now = [grown.provenance[name] for name in names]
-    expected = values(model, names)
-    assert relative(values(grown.model, now), expected) < 1e-12
-    neighbours = [name.replace("N31", "N30") for name in now]  # the control
-    assert relative(values(grown.model, neighbours), expected) > 1e-6
 
 
 def test_models_that_are_not_plain():

@@ -8,7 +8,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.tools.gradmax import grad_max, gradient_products
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError, UnsupportedCallError
 from attn_only_lens.growth import read
 from attn_only_lens.growth.models._grow import growable_of
 
@@ -104,47 +103,7 @@ def test_seeds_and_equal_units(init):
     assert not torch.equal(first["blocks.0.mlp.W_in"][:, 37:], first["blocks.2.mlp.W_in"][:, 37:])
 
 
-@pytest.mark.parametrize("init", ["own", "normal"])
-def test_no_layer_repeats_what_another_of_its_name_drew(init):
-    weights, draw = read(native()), INITS[init]
-    first, second = growth.InsertLayer(1), growth.InsertLayer(1)
-    at_once, _ = growth.compose(first, second)(weights, draw)
-    in_turn, _ = second(first(weights, draw)[0], draw)
-    for grown in (at_once, in_turn):
-        queries = (grown.tensors[f"blocks.{layer}.attn.W_Q"] for layer in (1, 2))
-        assert not torch.equal(*queries)
-    steps = (
-        growth.AddNeurons(3, layers=[0]),
-        growth.InsertLayer(0, like=1),
-        growth.AddNeurons(3, layers=[0]),
-    )
-    tensors = growth.compose(*steps)(weights, draw)[0].tensors
-    one, other = (tensors[f"blocks.{layer}.mlp.W_in"][:, -3:] for layer in (0, 1))
-    assert (one - other).abs().min() > 0
-
-
-def test_a_copied_head_is_one_head():
-    """With almost no noise, every tensor of a new head is nearest to one old head's tensor."""
-    weights = read(native(n_heads=13, d_head=2))
-    grown, _ = growth.AddHeads(5)(weights, growth.init.copies(1e-9))
-    nearest = set()
-    for of in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
-        heads = grown.tensors[f"blocks.0.attn.{of}"].flatten(1)
-        nearest.add(tuple(torch.cdist(heads[13:], heads[:13]).argmin(dim=1).tolist()))
-    assert len(nearest) == 1
-
-
-def test_the_dtype_does_not_choose_the_numbers():
-    double, single = (
-        read(grow(native(dtype=dtype), d_mlp=41, seed=1).model).tensors["blocks.0.mlp.W_in"][:, 37:]
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert torch.equal(double.float(), single)
-
-
-@pytest.mark.parametrize(
-    "mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal"]
-)
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
 def test_own_is_transformerlens_own(mode):
     """New entries have the deviation and bounds that TransformerLens gives the larger model."""
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
@@ -166,7 +125,6 @@ def test_own_is_transformerlens_own(mode):
         (lambda: growth.init.normal(0.0), "more than 0"),
         (lambda: growth.init.copies(0.0), "a unit and its copy in the same way"),
         (lambda: growth.init.cancelling(0.0), "got std=0.0"),
-        (lambda: growth.init.cancelling(float("nan")), "got std=nan"),
         (lambda: growth.init.splits(1.0), "got share=1.0"),
         (lambda: growth.init.splits(noise=0.0), "a unit and its copy in the same way"),
     ],
@@ -213,44 +171,3 @@ class _Seeded:
         if new.name.endswith("W_in"):
             return made / made.norm(dim=0) * self.std * made.shape[0] ** 0.5
         return torch.zeros_like(made)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_grad_max_twice_makes_no_neuron_twice(dtype):
-    model = native()
-    init = grad_max(gradient_products(model, tokens()))
-    twice = grow(
-        model.to(dtype), growth.compose(growth.AddNeurons(3), growth.AddNeurons(3)), init=init
-    ).model
-    new = read(twice).tensors["blocks.0.mlp.W_in"][:, 37:]
-    new = torch.nn.functional.normalize(new.double(), dim=0)
-    assert (new.T @ new - torch.eye(6)).abs().max() < 0.02  # six orthogonal columns, up to rounding
-    with pytest.raises(ValueError, match="expected d_model by d_model, 29"):
-        grow(model, growth.compose(growth.WidenStream(3), growth.AddNeurons(3)), init=init)
-
-
-def test_grad_max_leaves_the_rest_to_own():
-    model = native()
-    some = grad_max({0: gradient_products(model, tokens())[0]})
-    step = growth.compose(growth.AddHeads(2), growth.AddNeurons(5))
-    first, second = (read(grow(model, step, init=init).model).tensors for init in (some, None))
-    differing = [name for name in first if not torch.equal(first[name], second[name])]
-    assert differing == ["blocks.0.mlp.W_in"]
-    assert all(p.grad is None for p in model.parameters())
-    many = read(grow(model, growth.AddNeurons(31), init=some).model).tensors["blocks.0.mlp.W_in"]
-    assert many[:, 37:].norm(dim=0).min() > 0  # columns beyond d_model come from `own`
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "reason"),
-    [
-        (lambda: {"model": native("gated")}, GrowthError, "gated MLPs"),
-        (lambda: {"model": torch.nn.Linear(2, 2)}, GrowthError, "got a torch.nn.modules.linear"),
-        (lambda: {"batch_size": 0}, GrowthError, "got batch_size=0"),
-        (lambda: {"batch_size": 2.5}, GrowthError, "got batch_size=2.5"),
-        (lambda: {"tokens": tokens().tolist()}, UnsupportedCallError, "got list"),
-    ],
-)
-def test_products_that_are_refused(arguments, error, reason):
-    with pytest.raises(error, match=reason):
-        gradient_products(**{"model": native(), "tokens": tokens()} | arguments())

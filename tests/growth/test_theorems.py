@@ -14,7 +14,7 @@ from common import relative, tokens
 from growing import SIZES, evaluate, native, random_weights
 from torch.nn import functional
 
-from attn_only_lens import grow, growth
+from attn_only_lens import growth
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 
@@ -36,7 +36,6 @@ LN = {"norm": "LN", "final_norm": "LN"}
 VARIANTS = {
     "the paper's": {},
     "layer norm": LN,
-    "folded layer norm": {"norm": "LNPre", "final_norm": "LNPre"},
     "folded": {"norm": "RMSPre", "final_norm": "RMSPre"},
     "no norm": {"norm": None, "final_norm": None},
     "last norm only": {"norm": None},
@@ -44,11 +43,9 @@ VARIANTS = {
     "norms before and after": {"norm_place": "both"},
     "Gemma": {"gain_offset": 1.0, "embed_scaled": True, "tied": True, "norm_place": "both"},
     "tied": {"tied": True},
-    "tied layer norm": {"tied": True} | LN,
     "large eps": {"eps": 1.0},
     "own scale": {"scale": 3.0},
     "scale by layer": {"scale_by_layer": True},
-    "query norm": {"qk_norm": "by head"},
     "query norm and scale by layer": {"qk_norm": "by head", "scale_by_layer": True},
     "clipped": {"clip_qkv": 0.3},
     "grouped": {"kv_head": 1, "grouped": True},
@@ -201,11 +198,8 @@ def test_a_zero_that_is_not_zero_changes_the_function(theorem, name, entries):
 @pytest.mark.parametrize(
     ("theorem", "name", "factor"),
     [
-        *(("3.4", f"blocks.0.attn.{of}", math.sqrt(8 / 5)) for of in ("W_K", "b_K")),
-        *(
-            ("3.5", name, math.sqrt(23 / 34))
-            for name in ("blocks.0.ln1.w", "blocks.2.ln2.w", "ln_final.w")
-        ),
+        ("3.4", "blocks.0.attn.W_K", math.sqrt(8 / 5)),
+        ("3.5", "blocks.0.ln1.w", math.sqrt(23 / 34)),
     ],
 )
 def test_an_entry_that_is_not_scaled_changes_the_function(theorem, name, factor):
@@ -227,33 +221,13 @@ def test_the_papers_rule_leaves_epsilon_out(eps):
     assert 0.1 * eps < relative(evaluate(wrong), evaluate(weights)) < 5 * eps
 
 
-@pytest.mark.parametrize("name", ["embed.W_E", "blocks.1.attn.W_O", "blocks.1.mlp.b_out"])
-def test_layer_norm_needs_a_stream_of_mean_zero(name):
+def test_layer_norm_needs_a_stream_of_mean_zero():
     """Control: growing d_model under LayerNorm fails if a single mean is added back."""
+    name = "blocks.1.attn.W_O"
     difference, tensor = grown_twin("3.5", name, **LN)
     assert difference() < EXACT
     tensor[..., :23] += random_weights(**LN).tensors[name].mean(-1, keepdim=True)
     assert difference() > CLEARLY
-
-
-def test_a_layer_norm_bias_of_a_new_coordinate_must_be_zero():
-    difference, tensor = grown_twin("3.5", "blocks.1.ln2.b", **LN)
-    tensor[23:] = 0.3
-    assert difference() > CLEARLY
-
-
-def test_folded_gains_go_to_the_readers():
-    difference, tensor = grown_twin("3.5", "blocks.1.mlp.W_in", norm="RMSPre", final_norm="RMSPre")
-    tensor[:23] /= math.sqrt(23 / 34)
-    assert difference() > CLEARLY
-
-
-def test_scores_divided_by_layer_need_larger_keys():
-    weights = random_weights(scale_by_layer=True)
-    grown, _ = growth.InsertLayer(0)(weights)
-    for of in ("W_K", "b_K"):
-        keys = weights.tensors[f"blocks.1.attn.{of}"]
-        assert torch.equal(grown.tensors[f"blocks.2.attn.{of}"], keys * (3 / 2))
 
 
 def test_a_copied_layer():
@@ -275,7 +249,6 @@ def test_a_copied_layer():
     ("constants", "reason"),
     [
         (LN | {"norm_place": "both"}, "a nonzero mean"),
-        (LN | {"norm_place": "after"}, "a nonzero mean"),
         ({"norm": "RMSPre", "final_norm": "RMSPre", "norm_place": "both"}, "have no gain"),
         ({"norm": "LN"}, "does not remove the mean"),
         ({"norm": "RMS", "qk_norm": "by head", "clip_qkv": 0.3}, "clip_qkv bounds"),
@@ -325,11 +298,3 @@ def test_growth_in_turn_and_at_once():
         assert torch.allclose(part, tensor * moved.scale, rtol=1e-14)
         assert torch.equal(moved.old_part(moved.put(part, torch.zeros(moved.shape).double())), part)
     assert relative(evaluate(both), evaluate(weights)) < EXACT
-
-
-def test_a_grown_model_has_the_expanded_weights():
-    model = native("rms", seed=3)
-    grown = read(grow(model, STEPS["3.5"], init=LARGE).model)
-    expected, _ = STEPS["3.5"](read(model), LARGE)
-    assert grown.constants == expected.constants
-    assert all(torch.equal(grown.tensors[name], x) for name, x in expected.tensors.items())

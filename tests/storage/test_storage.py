@@ -1,7 +1,6 @@
 """Tests of files and folders with flipped bits, killed processes and malicious manifests."""
 
 import builtins
-import errno
 import itertools
 import json
 import os
@@ -36,7 +35,6 @@ from attn_only_lens.growth import Comparison, read_provenance
 from attn_only_lens.growth.comparison.results import _FRAMES
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.patching import site_groups
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.storage.documents import Document
@@ -64,19 +62,12 @@ class _Anything(TypedDict):
     value: Any
 
 
-DOCUMENT = Document("attn_only_lens.Anything", 1, _Anything)
-FORMATS = [
-    (Document("attn_only_lens.Text", 1, TypedDict("T", {"value": str})), st.text(max_size=99)),
-    (DOCUMENT, JSON),
-]
-
-
-@pytest.mark.parametrize(("document", "values"), FORMATS, ids=["text", "all"])
-def test_whatever_is_written_can_be_read(document, values, tmp_path):
+def test_whatever_is_written_can_be_read(tmp_path):
+    document = Document("attn_only_lens.Anything", 1, _Anything)
     path = tmp_path / "document.json"
     written = []
 
-    @given(values)
+    @given(JSON)
     @settings(deadline=None, max_examples=50)
     def check(value):
         path.unlink(missing_ok=True)
@@ -92,21 +83,12 @@ def test_whatever_is_written_can_be_read(document, values, tmp_path):
     assert written
 
 
-@pytest.mark.parametrize("value", ["123456789012345678901234567890", 2**63 - 1, -(2**63)])
-def test_digits_in_texts_are_not_numbers(value, tmp_path):
-    body = {"settings": {"model": [value], "digits": {str(value): value}}}
-    ChunkStore(tmp_path, body["settings"])
-    assert ChunkStore.settings_of(tmp_path) == body["settings"]
-
-
-TOO_LARGE, NOT_JSON = "whole number is too large for torch", "cannot be written as JSON"
-
-
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        *((value, TOO_LARGE) for value in (2**63, -(2**63) - 1, {"a": [2**64]})),
-        *((value, NOT_JSON) for value in (float("nan"), {3})),
+        ({"a": [2**63]}, "whole number is too large for torch"),
+        (-(2**63) - 1, "whole number is too large for torch"),
+        (float("nan"), "cannot be written as JSON"),
         ("\ud800", "valid Unicode"),
     ],
 )
@@ -270,21 +252,6 @@ def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monke
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 2
     assert text_in(tmp_path / "folder") == "new"
-
-
-@pytest.mark.parametrize("call", ["fsync", "open"])
-def test_a_disk_that_is_full(call, tmp_path, monkeypatch):
-    write(tmp_path / "folder", "old")
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(*{"fsync": (os, "fsync"), "open": (Path, "open")}[call], full)
-    with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
-        write(tmp_path / "folder", "new")
-    monkeypatch.undo()
-    assert text_in(tmp_path / "folder") == "old"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 # Flipped bits
@@ -454,7 +421,7 @@ def long_document(folder):
     write_table(folder / "s.csv", pd.DataFrame({"a": [1]}), LONG, x=17_000 * "x")
 
 
-FILES = {kind: KINDS[kind] for kind in KINDS if kind != "training"}
+FILES = {kind: KINDS[kind] for kind in KINDS if kind not in ("training", "contrast")}
 FILES["long document"] = long_document, lambda f: {"rows": read_table(f / "s.csv", LONG)[0]}
 
 
@@ -482,34 +449,6 @@ def test_a_full_disk_keeps_the_old_files(kind, small_disk):
     assert [error for error in errors if not re.search(FULL, error)] == []
     leave(None)
     same(read(folder), whole)
-
-
-def test_a_job_goes_on_after_its_disk_was_full(small_disk, tmp_path, monkeypatch):
-    for name, n in (("_CHUNKS", 5), ("_LEAST", 1)):
-        monkeypatch.setattr(site_groups, name, n)
-    disk, leave = small_disk
-    contrast = Contrast(torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), p.logit_diff(7, 11))
-
-    def patched(folder):
-        work = Work(batch_size=64, resume=folder)
-        return p.activation_patch(bridge(), contrast, work=work).frame
-
-    expected = patched(tmp_path / "whole")
-    kept, errors = {}, []
-    for free in itertools.count(0, 4096):
-        leave(free)
-        try:
-            resumed = patched(disk / "folder")
-            break
-        except CheckpointError as error:
-            errors.append(str(error))
-        after = files_in(disk)
-        assert all(after[path] == kept[path] for path in kept)
-        kept = after
-        assert not list((disk / "folder").glob(".*"))
-    assert len(kept) > 2  # the settings, and some chunks
-    assert [error for error in errors if not re.search(FULL, error)] == []
-    pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -548,19 +487,6 @@ def test_a_comparison_comes_back(tmp_path):
         Comparison.load(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("path", [None, 3, b"graph", "", "./a\0b"])
-def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for use in (
-        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, CircuitGraph.load),
-        *(lambda path: graph().save(path), lambda path: write_html("<p>", path)),
-        lambda path: ChunkStore(path, {}),
-    ):
-        with pytest.raises(CheckpointError, match=f"^got {re.escape(repr(path))}; expected a path"):
-            use(path)
-    assert not list(tmp_path.iterdir())
-
-
 # Malicious manifests
 
 
@@ -578,8 +504,15 @@ def folders(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("file", [MANIFEST, "config.json"])
-@pytest.mark.parametrize("name", ["llama", "native", "processed"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("llama", MANIFEST),
+        ("llama", "config.json"),
+        ("native", "config.json"),
+        ("processed", "config.json"),
+    ],
+)
 def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(name, file, folders):
     folder = folders[name]
     path = folder / file
@@ -618,18 +551,13 @@ WORSE = {
         "llama",
         {"num_hidden_layers": HUGE * 1000, "layer_types": None},
     ),
-    "a wide stream": ("llama", {"hidden_size": HUGE * 2}),
     "many words": ("llama", {"vocab_size": HUGE * 1000}),
+    "many words, processed": ("processed", {"vocab_size": HUGE * 1000}),
     "a native million": ("native", {"n_layers": HUGE}),
     "a native context": ("native", {"n_ctx": HUGE * 1000}),
     "a negative eps": ("llama", {"rms_norm_eps": -1e-5}),
     "rotations by nothing": ("llama", {"rope_parameters": {"rope_theta": 0}}),
     "a negative scale": ("native", {"attn_scale": -2.0}),
-}
-WORSE |= {
-    f"processed, {case}": ("processed", changes)
-    for case, (name, changes) in WORSE.items()
-    if name == "llama"
 }
 
 
@@ -646,9 +574,7 @@ def test_sizes_are_held_against_the_weights_before_anything_is_built(case, folde
     assert time.process_time() - started_at < 5
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"\xff\xfe", b"[" * 10**6, b'{"a":' * 10**5, b"[1, 2]", b"null", b"9" * 10**5]
-)
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[" * 10**6, b"[1, 2]", b"9" * 10**5])
 def test_texts_that_are_no_manifest(text, folders, tmp_path):
     folder = shutil.copytree(folders["llama"], tmp_path / "folder")
     (folder / MANIFEST).write_bytes(text)
@@ -656,7 +582,7 @@ def test_texts_that_are_no_manifest(text, folders, tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/secret", "tokenizer/../../secret", "link", "\0"])
+@pytest.mark.parametrize("name", ["../secret", "/secret", "link", "\0"])
 def test_no_file_outside_of_the_folder_is_opened(name, folders, tmp_path):
     folder = shutil.copytree(folders["llama"], tmp_path / "folder")
     secret = tmp_path / "secret"
@@ -722,15 +648,19 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Invalid paths
 
 
+@cache
+def native():
+    return exposed_copy(boot("native"))
+
+
 def resume(path):
-    model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     contrast = Contrast(*tokens, p.logit_diff(7, 8))
-    p.activation_patch(model, contrast, sites="L0N3", work=Work(resume=path))
+    p.activation_patch(native(), contrast, sites="L0N3", work=Work(resume=path))
 
 
 TAKES = {
-    "save": lambda path: save(exposed_copy(boot("native")), path),
+    "save": lambda path: save(native(), path),
     "load": load,
     "read_provenance": read_provenance,
     "load_source": load_source,
@@ -757,7 +687,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
     (folder / "text").mkdir(parents=True)
     ring.symlink_to(ring)
     odd = [text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
-    odd += [text, ring, 3.5] if name in TAKES else [folder] * (".load" not in name)
+    odd += [text, ring, 3.5, None, b"name"] if name in TAKES else [folder] * (".load" not in name)
     odd += [""]
     for path in odd:
         with pytest.raises(AttnOnlyLensError):

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from common import needs_hooked_transformer, relative, tokens
-from drawn_transcoders import ACTIVATIONS, FEATURES, bridge, drawn, hooked, layers_of
+from drawn_transcoders import FEATURES, bridge, drawn, hooked, layers_of
 
-from attn_only_lens import expose_neuron_heads
 from attn_only_lens.heads import has_neuron_heads
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import attach
 
 pytestmark = [
@@ -15,10 +13,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
 ]
 
-BRIDGES = ("gpt2", "llama", "gemma2", "olmo2", "phi3", "gptj", "native_gated")
-if HAS_HOOKED_TRANSFORMER:
-    BRIDGES = ("gpt2", "llama", "gemma2", "olmo2")
-HOOKED = ("llama", "parallel", "no_norm", "norms_before_and_after", "post_norm", "rms_pre")
+BRIDGES = ("gpt2", "gemma2", "olmo2", "gptj", "native_gated")
+HOOKED = ("no_norm", "norms_before_and_after", "post_norm", "rms_pre")
 NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
 NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
 SHARED_NORM = ("gptj",)
@@ -87,8 +83,9 @@ def test_errors_make_up_for_what_features_miss(make, name, reads, after_norm):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layers", [(0,), (0, 1)])
+@pytest.mark.parametrize(
+    ("layers", "activation"), [((0,), "relu"), ((0, 1), "jumprelu"), ((1,), "topk")]
+)
 def test_some_layers_and_every_activation(layers, activation):
     model, prompt = bridge("gpt2"), tokens()
     before = model(prompt)
@@ -99,19 +96,15 @@ def test_some_layers_and_every_activation(layers, activation):
         n_heads = FEATURES if layer in layers else 37
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.hook_neuron_act"].shape
         assert shape == (2, 11, n_heads, 1)
-    text = f"<AttachedTranscoders of {model.cfg.model_name}, layers {', '.join(map(str, layers))}: "
-    assert repr(attached) == f"{text}error='node'>"
     attached.undo()
     again = attach(model, layers_of(model, layers, activation=activation))
     attached.undo()  # nothing happens
-    assert repr(attached) == f"{text}undone>"
     assert has_neuron_heads(model)
     again.undo()
     assert torch.equal(model(prompt), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reads", ["stream", "input"])
+@pytest.mark.parametrize(("dtype", "reads"), [(torch.float32, "input"), (torch.bfloat16, "stream")])
 def test_other_dtypes(dtype, reads):
     model, prompt = bridge("gpt2", dtype), tokens()
     before = model(prompt)
@@ -175,8 +168,8 @@ def test_hooks_of_users_stay():
     assert state(model) == untouched
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_errors_leave_the_model_alone(error, monkeypatch):
+def test_errors_leave_the_model_alone(monkeypatch):
+    error = KeyboardInterrupt
     model, prompt = bridge("gemma2"), tokens()
     before, untouched = model(prompt), state(model)
     transcoders = layers_of(model, reads="stream", after_norm=True)
@@ -199,27 +192,6 @@ def test_errors_leave_the_model_alone(error, monkeypatch):
         inside()
     assert state(model) == untouched
     assert torch.equal(model(prompt), before)
-
-
-def test_transcoders_are_attached_again_and_again():
-    model, prompt = bridge("llama"), tokens()
-    before, untouched = model(prompt), state(model)
-    for reads in ("stream", "input", "stream"):
-        with attach(model, layers_of(model, reads=reads)), expose_neuron_heads(model):
-            assert relative(model(prompt), before) < 1e-6  # its norms compute in float32
-    with expose_neuron_heads(model):
-        assert torch.equal(model(prompt), before)
-    assert state(model) == untouched
-
-
-def test_weights_are_not_trained_or_shared():
-    model = bridge("gpt2")
-    transcoders = layers_of(model)
-    with attach(model, transcoders):
-        assert not any(p.requires_grad for p in model.blocks[0].mlp.parameters(recurse=False))
-        assert model.blocks[0].mlp.W_in.dtype == torch.float64
-    assert all(p.requires_grad for p in model.blocks[0].mlp.parameters())
-    assert drawn(26, seed=1).W_enc.equal(transcoders[0].W_enc)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Tests of the gates of features, against loops over single numbers."""
 
-import re
-
 import pytest
 import torch
 from drawn_transcoders import ACTIVATIONS, FEATURES, K, active, drawn
@@ -19,7 +17,7 @@ def gate_of(transcoder):
     return feature_gate(transcoder.threshold, transcoder.k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_patterns_are_those_of_a_loop(activation, dtype):
     transcoder = drawn(5, activation=activation, dtype=dtype)
@@ -34,9 +32,8 @@ def test_patterns_are_those_of_a_loop(activation, dtype):
     assert torch.equal(torch.softmax(gate_of(transcoder).scores(q), -1), pattern)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_topk_gives_ties_to_the_features_with_smaller_numbers(dtype):
-    q = (pre_activations(dtype) * 2).round()  # many equal numbers
+def test_topk_gives_ties_to_the_features_with_smaller_numbers():
+    q = (pre_activations(torch.float16) * 2).round()  # many equal numbers
     transcoder = drawn(5, activation="topk")
     expected = active(q, transcoder)
     assert torch.equal(active_features(q, k=K), expected)
@@ -78,8 +75,5 @@ def test_gates_have_gradients_of_zero(activation):
 
 
 def test_encode_refuses_another_width():
-    transcoder = drawn(5, activation="relu")
-    shape = [3, transcoder.d_model + 2]
-    expected = re.escape(f"got x of shape {shape}; expected [..., {transcoder.d_model}]")
-    with pytest.raises(InputError, match=expected):
-        transcoder.encode(torch.zeros(shape, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"got x of shape \[3, 7\]; expected \[\.\.\., 5\]"):
+        drawn(5, activation="relu").encode(torch.zeros(3, 7, dtype=torch.float64))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sealed_files import flips
 
 from attn_only_lens import transcoders as t
@@ -82,8 +82,9 @@ def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
     return path
 
 
-def slow(x, rows, b_enc, gate, W_dec, b_dec, skip=None):
+def slow(x, rows, stored, gate, skip=None):
     """Return activations and output; `rows` are the encoders, `skip` maps x to the output."""
+    b_enc, W_dec, b_dec = (stored[name] for name in ("b_enc", "W_dec", "b_dec"))
     z = torch.zeros(len(x), len(rows), dtype=torch.float64)
     y = b_dec.repeat(len(x), 1)
     for n in range(len(x)):
@@ -120,15 +121,8 @@ def test_circuit_tracer_computes_the_same(tmp_path, skip, threshold):
     write(tmp_path, stored, config_yaml=CONFIG)
     [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
     theta = stored.get("activation_function.threshold", torch.zeros(F))
-    z, y = slow(
-        X,
-        stored["W_enc"],
-        stored["b_enc"],
-        lambda q, f: q[f] > theta[f],
-        stored["W_dec"],
-        stored["b_dec"],
-        (lambda x: x @ stored["W_skip"].T) if skip else None,
-    )
+    through = (lambda x: x @ stored["W_skip"].T) if skip else None
+    z, y = slow(X, stored["W_enc"], stored, lambda q, f: q[f] > theta[f], through)
     compare(transcoder, z, y, X)
     assert layer == 5
     assert transcoder.reads == "stream"
@@ -158,15 +152,9 @@ def test_gemma_scope_computes_the_same(tmp_path, kind):
         path = write(tmp_path, renamed, "a/params.safetensors", config_json=config)
         options = {}
     [(layer, transcoder)] = t.load(path, dtype=torch.float64, **options).items()
-    z, y = slow(
-        X,
-        stored["W_enc"].T,
-        stored["b_enc"],
-        lambda q, f: q[f] > stored["threshold"][f] and q[f] > 0,
-        stored["W_dec"],
-        stored["b_dec"],
-        None if first else lambda x: x @ stored["affine_skip_connection"],
-    )
+    through = None if first else lambda x: x @ stored["affine_skip_connection"]
+    theta = stored["threshold"]
+    z, y = slow(X, stored["W_enc"].T, stored, lambda q, f: q[f] > max(theta[f], 0), through)
     compare(transcoder, z, y, X)
     assert (layer, transcoder.after_norm) == (3, True)
     assert transcoder.reads == ("normalized" if first else "input")
@@ -184,15 +172,8 @@ def test_saelens_computes_the_same(tmp_path, skip, jump):
     write(tmp_path, stored, "sae_weights.safetensors", cfg_json=config)
     [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
     theta = stored.get("threshold", torch.zeros(F))
-    z, y = slow(
-        X,
-        stored["W_enc"].T,
-        stored["b_enc"],
-        lambda q, f: q[f] > 0 and q[f] > theta[f],
-        stored["W_dec"],
-        stored["b_dec"],
-        (lambda x: x @ stored["W_skip"].T) if skip else None,
-    )
+    through = (lambda x: x @ stored["W_skip"].T) if skip else None
+    z, y = slow(X, stored["W_enc"].T, stored, lambda q, f: q[f] > max(theta[f], 0), through)
     compare(transcoder, z, y, X)
     assert (layer, transcoder.reads) == (5, "normalized")
 
@@ -214,18 +195,15 @@ def test_linear_settings_of_topk_are_folded(tmp_path, rescale, subtract):
     z, y = slow(
         X - stored["b_dec"] * subtract,
         stored["W_enc"].T,
-        stored["b_enc"],
+        stored,
         lambda q, f: q[f] > 0 and f in (q * norms).topk(k).indices,
-        stored["W_dec"],
-        stored["b_dec"],
     )
     assert transcoder.k == k
     compare(transcoder, z * norms, y, X)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_half_precision_files(tmp_path, dtype):
-    stored = circuit_tracer()
+def test_half_precision_files(tmp_path):
+    stored, dtype = circuit_tracer(), torch.bfloat16
     write(tmp_path, stored, dtype=dtype, config_yaml=CONFIG)
     for loaded, kept in ((torch.float32, False), (dtype, True)):
         transcoder = t.load(tmp_path, dtype=None if kept else loaded)[5]
@@ -293,8 +271,10 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
     refused(tmp_path / "gemma", "layer_9/params.npz", "download")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ["relu", "jumprelu", "topk"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [("relu", torch.float64), ("jumprelu", torch.bfloat16), ("topk", torch.float32)],
+)
 def test_save_and_load_return_the_same_bits(tmp_path, activation, dtype):
     weights = {
         "W_enc": random(D, F),
@@ -431,81 +411,53 @@ def cross_layer_of_gemma(folder):
     write(folder, wide, "params_layer_0.safetensors")
 
 
-CODE = ["can execute arbitrary code", "expected safetensors or npz"]
 INPUT = {"reads": "input"}
 CROSS = ["cross-layer transcoder", "Support would take"]
 SHAPE = {"W_dec": random(F, D + 4), "b_enc": torch.ones(F).int()}
 REFUSED = [
     # files
-    *((only(f"layer_5.{end}"), [f"layer_5.{end}", *CODE], {}) for end in ("pt", "pkl", "bin")),
+    (only("layer_5.pt"), ["layer_5.pt", "can execute arbitrary code", "expected safetensors"], {}),
     (npz(W_enc=np.array([{}], dtype=object)), ["allow_pickle=False"], INPUT),
-    *(
-        (only(name, content), ["not a readable"], {})
-        for name in ("layer_5.npz", "layer_5.safetensors")
-        for content in (b"", b"PK\3\4 broken", b"\xff" * 99)
-    ),
+    (only("layer_5.npz", b"PK\3\4 broken"), ["not a readable"], {}),
+    (only("layer_5.safetensors", b"\xff" * 99), ["not a readable"], {}),
     (lambda folder: None, ["holds no transcoders"], {}),
-    (lambda folder: folder.rmdir(), ["is missing"], {}),
     # tensors
     (changed(b_enc=None, log_thresholds=random(F)), ["got no b_enc", "got log_thresholds"], {}),
     (changed(**SHAPE), ["W_dec of shape [13, 11]", "has [13, 7]", "b_enc in torch.int32"], {}),
     (changed(W_enc=random(D, F)), ["W_enc of shape [7, 13]", "has [13, 7]"], {}),
     (npz(W_enc=np.ones((D, F), dtype=np.int64)), ["W_enc in torch.int64"], INPUT),
-    (npz(W_enc=np.ones((D, F), dtype="V2")), ["not a readable npz file"], INPUT),
-    *(
-        (changed(**entry("W_dec", (3, 2), value)), ["W_dec with entries that are NaN"], {})
-        for value in (float("nan"), float("inf"), 1e39)  # the last is too large for float32
-    ),
+    (changed(**entry("W_dec", (3, 2), float("nan"))), ["W_dec with entries that are NaN"], {}),
+    # which is too large for float32
+    (changed(**entry("W_dec", (3, 2), 1e39)), ["W_dec with entries that are NaN"], {}),
     (changed(**entry("activation_function.threshold", 2, -1.0)), ["negative thresholds"], {}),
     (lambda folder: write(folder, {"model.weight": random(D, F)}), ["got model.weight"], INPUT),
     # settings of circuit-tracer
     (changed(config=None), ["does not say what it reads", "reads='stream'"], {}),
     (changed(config=None), ["got reads='x'"], {"reads": "x"}),
-    *(
-        (
-            changed(config=CONFIG | {f"feature_{end}_hook": "hook_resid_post"}),
-            [f"{end} hook='hook_resid_post'"],
-            {},
-        )
-        for end in ("input", "output")
-    ),
-    *(
-        (
-            changed(False, CONFIG | {"activation": name, "k": 3}),
-            [f"got activation='{name}' in config.yaml"],
-            {},
-        )
-        for name in ("topk", "gelu")
-    ),
+    (changed(config=CONFIG | {"feature_output_hook": "hook_resid_post"}), ["output hook="], {}),
+    (changed(False, CONFIG | {"activation": "gelu"}), ["got activation='gelu' in config"], {}),
+    (changed(False, CONFIG | {"activation": "topk", "k": 3}), ["got activation='topk'"], {}),
     (changed(config=CONFIG | {"activation": "relu"}), ["tensors are those of jumprelu"], {}),
     *(
         (with_text(name, text), [], INPUT)
         for name, text in (
             ("config.yaml", "a: [1"),
             ("config.yaml", "[1, 2]"),
-            ("cfg.json", "{"),
             ("cfg.json", '{"metadata": 3}'),
-            ("config.yaml", "transcoders: 3"),
             ("config.yaml", "feature_input_hook: 3"),
         )
     ),
-    (with_text("config.yaml", ""), ["got None; expected names of settings"], INPUT),
     (with_text("config.yaml", "transcoders: layer_5.safetensors"), ["expected a list"], INPUT),
     # settings of SAELens
     (lambda folder: write(folder, saelens()), ["architecture=None"], INPUT),
     (saelens_with(architecture="gated"), ["architecture='gated'"], {}),
-    *(
-        (saelens_with(normalize_activations=how), [f"normalize_activations='{how}'"], {})
-        for how in ("layer_norm", "expected_average_only_in")
-    ),
+    (saelens_with(normalize_activations="layer_norm"), ["normalize_activations='layer"], {}),
     (saelens_with(reshape_activations="hook_z"), ["reshape_activations='hook_z'"], {}),
     (saelens_with(finetuning_scaling_factor=True), ["finetuning_scaling_factor=True"], {}),
     (saelens_with(activation_fn="tanh-relu"), ["activation_fn='tanh-relu'"], {}),
     (saelens_with(apply_b_dec_to_input=True), ["apply_b_dec_to_input=True"], {}),
-    (saelens_with(architecture="jumprelu_transcoder"), ["lacks threshold"], {}),
     (saelens_with(architecture="skip_transcoder"), ["lacks W_skip"], {}),
     (saelens_with(architecture="topk", metadata={}, k=3), ["a sparse autoencoder"], INPUT),
-    (saelens_with(architecture="topk"), ["got k=None"], {}),
     (saelens_with(architecture="topk", k=99), ["got k=99"], {}),
     (saelens_with(metadata={"hook_name": "blocks.5.hook_z"}), ["input hook='hook_z'"], {}),
     # cross-layer transcoders
@@ -520,7 +472,7 @@ REFUSED = [
     (changed(), ["no transcoder for layer 2"], {"layers": [2]}),
     *(
         (changed(), ["expected layer numbers"], {"layers": layers})
-        for layers in ([], "5", [-1], 0.5, [True])
+        for layers in ("5", [-1], [True])
     ),
     (changed(), ["dtype"], {"dtype": torch.int32}),
     (changed(), ["device"], {"device": "nowhere"}),
@@ -534,9 +486,8 @@ def test_refusals(make, words, options, tmp_path):
 
 
 def test_single_files_that_are_refused(tmp_path):
-    for name in ("a.txt", "layer_5.pt"):
-        (tmp_path / name).write_text("x")
-        refused(tmp_path / name, "expected safetensors or npz")
+    (tmp_path / "layer_5.pt").write_text("x")
+    refused(tmp_path / "layer_5.pt", "expected safetensors or npz")
     refused(write(tmp_path, circuit_tracer(), "a.safetensors", config_yaml=CONFIG), "its layer")
 
 
@@ -575,15 +526,3 @@ def test_only_the_names_of_a_file_and_its_folder_say_the_layer(tmp_path):
         refused(above, "does not say its layer")
     for named in (study / "layer_7_run", study / "run" / "layer_7.safetensors"):
         assert list(t.load(named)) == [7]
-
-
-def test_a_wrong_layout_fails_the_comparison(tmp_path):
-    """The control: a W_skip that is stored transposed fails the comparison."""
-    stored = circuit_tracer()
-    write(tmp_path, stored | {"W_skip": stored["W_skip"].T.contiguous()}, config_yaml=CONFIG)
-    transcoder = t.load(tmp_path, dtype=torch.float64)[5]
-    expected = X @ stored["W_skip"].T
-    z = torch.zeros(N, F, dtype=torch.float64)
-    got = transcoder.decode(z, X) - stored["b_dec"]
-    assert (got - expected).abs().max() > 0.1
-    assert torch.equal(load_file(tmp_path / "layer_5.safetensors")["W_skip"], stored["W_skip"].T)

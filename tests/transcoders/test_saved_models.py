@@ -20,23 +20,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transf
 FILE = "transcoders/layer_1.transcoder.safetensors"
 
 
-def llama_in_float16():
-    return bridge("llama", torch.float16)
-
-
 # label: maker of a model, options of its transcoders, their layers, error
 CASES = {
-    "gpt2": (lambda: bridge("gpt2"), {"skip": True}, None, "node"),
-    "replacement": (lambda: bridge("gpt2"), {"activation": "topk"}, [1], "zero"),
-    "float16": (llama_in_float16, {"activation": "relu"}, None, "node"),
+    "replacement": (lambda: bridge("gpt2"), {"activation": "topk", "skip": True}, [1], "zero"),
+    "float16": (lambda: bridge("llama", torch.float16), {"activation": "relu"}, None, "node"),
     "norm after": (lambda: bridge("gemma2"), {"reads": "stream", "after_norm": True}, [1], "node"),
     # The gains were folded: the file must say "normalized", because "input" would be refused.
     "folded": (
         *(lambda: bridges.boot("gpt2", torch.float32, "processed"), {"reads": "normalized"}),
         *(None, "node"),
     ),
-    "hooked": (lambda: hooked("gelu"), {"reads": "normalized", "skip": True}, [1], "node"),
-    "hooked stream": (
+    "hooked": (
         *(lambda: hooked("norms_before_and_after"), {"reads": "stream", "after_norm": True}),
         *(None, "zero"),
     ),
@@ -86,10 +80,7 @@ def test_round_trip(attached, tmp_path):
     loaded = load(folder)
     same(model, loaded)
     assert mlp_hook("result", 0) in loaded.run_with_cache(tokens())[1]
-    again = load(save(loaded, tmp_path / "again"))
-    same(model, again)
-    for m in (loaded, again):
-        detach(m)
+    detach(loaded)
     attached.undo()
     assert type(loaded) is type(model)
     assert torch.equal(loaded(tokens()), model(tokens()))
@@ -168,8 +159,7 @@ def test_files_of_another_model_are_refused(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_save_that_fails_changes_nothing(error, tmp_path, monkeypatch):
+def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
     model = bridge("gpt2")
     attached = attach(model, layers_of(model))
     folder = save(model, tmp_path / "saved")
@@ -177,12 +167,12 @@ def test_a_save_that_fails_changes_nothing(error, tmp_path, monkeypatch):
     manifest = (folder / MANIFEST).read_bytes()
 
     def fail(*args):
-        raise error
+        raise OSError
 
     model.blocks[1].mlp.W_out.data *= 2
     with monkeypatch.context() as patched:
         patched.setattr("attn_only_lens.models.checkpoint.save_load.write_transcoders", fail)
-        with pytest.raises((error, CheckpointError)):
+        with pytest.raises((OSError, CheckpointError)):
             save(model, folder)
     assert list(tmp_path.iterdir()) == [folder]
     assert (folder / MANIFEST).read_bytes() == manifest
@@ -191,19 +181,6 @@ def test_a_save_that_fails_changes_nothing(error, tmp_path, monkeypatch):
     same(model, load(folder))
     attached.undo()
     assert not hasattr(model.blocks[0].mlp, "hook_error")
-
-
-def test_hooks_are_refused_and_stay(tmp_path):
-    """As for every bridge: a saved model has no hooks."""
-    model, fired = bridge("gpt2"), []
-    attach(model, layers_of(model))
-    save(model, tmp_path / "saved")
-    model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: fired.append(1))
-    with pytest.raises(CheckpointError, match=r"hooks are attached .* would not be saved"):
-        save(model, tmp_path / "hooked")
-    assert not (tmp_path / "hooked").exists()
-    model(tokens())
-    assert fired
 
 
 @needs_hooked_transformer
@@ -216,12 +193,3 @@ def test_hooks_of_hooked_transformers_are_not_saved_and_stay(tmp_path):
     fired.clear()
     assert torch.equal(model(tokens()), loaded(tokens()))
     assert len(fired) == 3
-
-
-def test_a_saved_model_is_not_a_folder_of_transcoders(tmp_path):
-    model = bridge("gpt2")
-    attach(model, layers_of(model, [0]))
-    save(model, tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"is a saved model: .* alone, .*transcoders$"):
-        transcoders.load(tmp_path / "model")
-    assert list(transcoders.load(tmp_path / "model" / "transcoders")) == [0]

@@ -151,7 +151,7 @@ def case(request):
     return oracle(request.param)
 
 
-@pytest.mark.parametrize("part", ["z", "pattern", "q", "value"])
+@pytest.mark.parametrize("part", ["z", "pattern", "value"])
 def test_activation_patch(case, part):
     names = case.names() if part == "z" else [name for name in case.names() if "F" in name]
     expected = {
@@ -199,23 +199,6 @@ def test_gradients_are_autograd(case, method):
         for position in case.positions():
             expected = sweep.corrupted_value + estimate[position].item()
             assert abs(rows[name, position] - expected) < case.rounding * span
-
-
-def test_secants_of_features_alone_are_repaired_too(case):
-    if case is oracle("gpt2 topk"):
-        pytest.skip("gates of topk have no secants")
-    with attach(case.model, case.transcoders) as model:
-        exact, repaired = (
-            method(model, CONTRAST, sites=p.Sites("features", layers=L), **options).frame
-            for method, options in (
-                (p.activation_patch, {}),
-                (p.attribution, {"method": p.Estimate("secant", budget=3)}),
-            )
-        )
-        names = repaired["exact"]
-        assert names.any()
-        difference = (exact["value"] - repaired["value"])[names].abs().max()
-        assert difference < 1e-5 * exact["value"].abs().max()
 
 
 def test_repairs_are_exact(case):
@@ -403,9 +386,8 @@ def ablated_by_hand(model, kept):
     return (logits[:, CORRECT] - logits[:, WRONG]).mean().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("difference", [False, True])
-def test_graphs_add_up(case, difference, dtype):
+def test_graphs_add_up(case, difference):
     if difference and case.transcoders[L].k is not None:
         with (
             attach(case.model, case.transcoders) as model,
@@ -413,14 +395,10 @@ def test_graphs_add_up(case, difference, dtype):
         ):
             circuits.attribution_graph(model, CONTRAST)
         return
-    model = case.model.to(dtype)
-    try:
-        with attach(model, case.transcoders):
-            graph = circuits.attribution_graph(
-                model, Contrast(CLEAN[:1], CORRUPTED[:1] if difference else None, METRIC), mass=1
-            )
-    finally:
-        case.model.to(torch.float64)
+    with attach(case.model, case.transcoders) as model:
+        graph = circuits.attribution_graph(
+            model, Contrast(CLEAN[:1], CORRUPTED[:1] if difference else None, METRIC), mass=1
+        )
     nodes = graph.nodes.set_index("id")
     into = graph.inflow()
     kinds = nodes["kind"].loc[into.index]
@@ -429,7 +407,7 @@ def test_graphs_add_up(case, difference, dtype):
     assert len(errors)
     assert not graph.edges["target"].isin(errors).any()
     assert graph.edges["source"].isin(errors).any()
-    rounding = 1e-6 if dtype == torch.float32 else max(1e-9, case.rounding / 10)
+    rounding = max(1e-9, case.rounding / 10)
     scale = nodes["attribution"].abs().max()
     if difference:  # logits have rounding errors relative to their size
         scale = max(scale, case.model(CLEAN).abs().max().item())

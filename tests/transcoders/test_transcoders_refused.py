@@ -29,11 +29,6 @@ from attn_only_lens.errors import (
     UnsupportedModelError,
 )
 from attn_only_lens.models.verify import verify
-from attn_only_lens.pretrained import (
-    small_english,
-    small_english_texts,
-    small_english_transcoders,
-)
 from attn_only_lens.transcoders import attach, detach, fidelity
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -51,10 +46,8 @@ WRONG = {
     "width": ({0: drawn(27)}, "layer 0: got a transcoder for d_model=27; the model has d_model=26"),
     "layer": ({7: drawn(26)}, "got layer 7; expected a layer from 0 to 1"),
     "text": ({"0": drawn(26)}, "got layer '0'"),
-    "negative": ({-1: drawn(26)}, "got layer -1"),
     "number": ({0: 3}, "layer 0: got 3; expected a Transcoder"),
-    "list": ([drawn(26)], "expected a dict {layer: Transcoder}"),
-    "nothing": ({}, "got {}; expected a dict"),
+    "list": ([drawn(26)], r"expected a dict \{layer: Transcoder}"),
 }
 
 
@@ -62,28 +55,18 @@ WRONG = {
 def test_wrong_transcoders(what):
     model = bridge("gpt2")
     transcoders, message = WRONG[what]
-    with pytest.raises(UnsupportedModelError, match=message.replace("{", r"\{")):
+    with pytest.raises(UnsupportedModelError, match=message):
         attach(model, transcoders)
     assert not hasattr(model.blocks[0].mlp, "hook_error")
-
-
-def test_every_reason_is_given():
-    with pytest.raises(UnsupportedModelError) as error:
-        attach(bridge("gpt2"), {0: drawn(27), 9: drawn(26)}, error="no")
-    for text in ("d_model=27", "got layer 9", "got error='no'; expected one of node, zero"):
-        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("make", "reads", "message"),
     [
-        (lambda: bridge("phi"), "stream", "attention reads the same norm"),
         (lambda: bridge("gptj"), "stream", "attention reads the same norm"),
         (lambda: bridge("olmo2"), "normalized", "there is no norm"),
         (lambda: bridge("bert"), "input", "layer 0: its MLP is not a separate module"),
-        (lambda: bridge("bert"), "stream", "layer 0: its MLP is not a separate module"),
         (mixtral, "input", "layer 0: its mlp is a MoEBridge"),
-        (lambda: None, "input", "got a NoneType"),
         (
             *(lambda: expose_neuron_heads(bridge("gpt2")).model, "input"),
             r"exposed; first call expose_neuron_heads\(model\).undo\(\)",
@@ -96,7 +79,7 @@ def test_every_reason_is_given():
 )
 def test_wrong_models(make, reads, message):
     model = make()
-    transcoder = drawn(26 if model is None else model.cfg.d_model, reads=reads)
+    transcoder = drawn(model.cfg.d_model, reads=reads)
     with pytest.raises(UnsupportedModelError, match=message):
         attach(model, {0: transcoder})
 
@@ -108,32 +91,39 @@ def test_converted_models():
 
 
 def test_inputs_without_the_gains_of_norms():
-    """Folding gains into an MLP changes its input, but not the stream or the normalised stream."""
-    kept = small_english_transcoders()
-    refused = "layers [0, 1, 2, 3]: got transcoders that read the MLP's input, but the gains"
-    for options in ({}, {"fold_ln": False}, {"no_processing": True}):
-        model = small_english()
-        model.enable_compatibility_mode(disable_warnings=True, **options)
-        if options:
-            attach(model, kept).undo()
-            continue
-        with pytest.raises(UnsupportedModelError, match=re.escape(refused)):
-            attach(model, kept)
-        gains = [block.ln2.weight for block in small_english().blocks]
-        same = {
-            layer: replace(kept[layer], W_enc=gains[layer].detach()[:, None] * kept[layer].W_enc)
-            for layer in kept
-        }
-        same = {layer: replace(x, reads="normalized") for layer, x in same.items()}
-        texts = small_english_texts()[:2]
-        fvu = [
-            fidelity(m, t, texts).layers["fvu"] for m, t in ((model, same), (small_english(), kept))
-        ]
-        assert (fvu[0] - fvu[1]).abs().max() < 1e-5
+    """Folding gains into an MLP changes its input, but not the normalised stream."""
+    plain, folded = bridge("gpt2"), bridge("gpt2")
+    folded.enable_compatibility_mode(disable_warnings=True)
+    transcoders = layers_of(plain)
+    refused = "layers [0, 1]: got transcoders that read the MLP's input, but the gains"
+    with pytest.raises(UnsupportedModelError, match=re.escape(refused)):
+        attach(folded, transcoders)
+    norms = [block.ln2.original_component for block in plain.blocks]
+    same = {
+        layer: replace(
+            transcoder,
+            reads="normalized",
+            W_enc=norms[layer].weight.detach()[:, None] * transcoder.W_enc,
+            b_enc=transcoder.b_enc + norms[layer].bias.detach() @ transcoder.W_enc,
+        )
+        for layer, transcoder in transcoders.items()
+    }
+    require_same_features((folded, same), (plain, transcoders))
+
+
+def require_same_features(*models):
+    """Check that transcoders read the same in two forms of a model."""
+    seen = []
+    for model, transcoders in models:
+        with attach(model, transcoders):
+            seen.append(model.run_with_cache(tokens())[1])
+    for layer in range(2):
+        first, second = (cache[f"blocks.{layer}.mlp.hook_pre"] for cache in seen)
+        assert (first - second).abs().max() < 1e-6
 
 
 def test_streams_without_a_mean():
-    model, prompt = bridge("gpt2"), tokens()
+    model = bridge("gpt2")
     transcoders = layers_of(model, reads="stream")
     model.enable_compatibility_mode(disable_warnings=True)
     with pytest.raises(UnsupportedModelError, match=r"layers \[0, 1\]: .* were centred"):
@@ -141,13 +131,7 @@ def test_streams_without_a_mean():
     centred = {
         layer: replace(x, W_enc=x.W_enc - x.W_enc.mean(0)) for layer, x in transcoders.items()
     }
-    names = [f"blocks.{layer}.mlp.hook_pre" for layer in transcoders]
-    seen = []
-    for form in (model, bridge("gpt2")):
-        with attach(form, centred):
-            seen.append(form.run_with_cache(prompt)[1])
-    for name in names:
-        assert (seen[0][name] - seen[1][name]).abs().max() < 1e-6
+    require_same_features((model, centred), (bridge("gpt2"), centred))
 
 
 @needs_hooked_transformer
@@ -182,11 +166,9 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
         ({"b_dec": [0.0] * 26}, r"got b_dec=\[0.0.*; expected a tensor"),
-        ({"W_enc": torch.ones(26, 53, device="meta").double()}, "got W_enc.*; expected a tensor"),
         ({"threshold": None}, "expected a threshold for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
-        ({"activation": "topk", "threshold": None}, "got k=None"),
         ({"k": 3}, "got k=3"),
         ({"reads": "mid"}, "got reads='mid'"),
         ({"activation": "gelu"}, "got activation='gelu'"),
@@ -231,14 +213,6 @@ def test_what_would_change_the_weights_is_refused(make):
     assert relative(after - after.mean(-1, True), plain - plain.mean(-1, True)) < 1e-6
 
 
-def test_only_models_have_transcoders():
-    attached = attach(bridge("gpt2"), {0: drawn(26)})
-    for wrong in ("gpt2", None, attached, {0: drawn(26)}):
-        with pytest.raises(UnsupportedCallError, match="expected a TransformerBridge or a Hooked"):
-            detach(wrong)
-    assert "undone" not in repr(attached)
-
-
 def test_compare_refuses_transcoders():
     model = bridge("gpt2")
     grown = grow(model, d_mlp=64)
@@ -276,7 +250,6 @@ def test_tools_that_do_not_take_transcoders():
             assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP", name
         for names, part, message in (
             (["L0N5"], "z", "layer 0 has attention heads 0 to 1 and features 0 to 52"),
-            (["L1F5"], "z", "layer 1 has attention heads 0 to 1 and neurons 0 to 36"),
             (["L0F53"], "z", "features 0 to 52"),
             (["L0S"], "z", "L0S"),
             (["L0E"], "q", "L0E, which has only an output"),

@@ -13,7 +13,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.growth import Comparison
 
 
-def comparison_of_two(null=True, evil="m"):
+def comparison_of_two(name="m"):
     """Return a small hand-made comparison."""
     rng = np.random.default_rng(0)
     rows = [(f"L0H{i}", f"L1H{i}", "attention") for i in range(3)]
@@ -23,9 +23,8 @@ def comparison_of_two(null=True, evil="m"):
     )
     measures = ["divergence", "divergence_se", "cosine", "norm_ratio", "estimated_drop"]
     measures += ["grown_estimated_drop", "estimated_drop_change", "estimated_drop_change_se"]
-    if null:
-        measures += [f"null_{m}" for m in ("divergence", "cosine", "norm_ratio")]
-        measures += ["null_estimated_drop_change"]
+    measures += [f"null_{m}" for m in ("divergence", "cosine", "norm_ratio")]
+    measures += ["null_estimated_drop_change"]
     every[measures] = rng.uniform(0.1, 0.9, (len(every), len(measures)))
     new = pd.DataFrame({"grown_name": ["L0N0", "L1N7"], "kind": "neuron", "grown_layer": [0, 1]})
     new = new.assign(
@@ -36,7 +35,7 @@ def comparison_of_two(null=True, evil="m"):
     circuits = pd.DataFrame(
         [
             {"pair": pair, "what": what, **overlap}
-            for pair in ("original and grown", "grown and null")[: 1 + null]
+            for pair in ("original and grown", "grown and null")
             for what in ("nodes", "value edges")
         ]
     )
@@ -59,8 +58,8 @@ def comparison_of_two(null=True, evil="m"):
         ],
         columns=["source", "target", "kind", "status", "weight", "grown_weight"],
     )
-    labels = ("original", "grown", "null")[: 2 + null]
-    about = {"model": evil, "metric": "loss", "n_prompts": 5, "n_tokens": 55}
+    labels = ("original", "grown", "null")
+    about = {"model": name, "metric": "loss", "n_prompts": 5, "n_tokens": 55}
     about |= {"n_prompts_of_circuits": 3, "circuit_sizes": [3] * len(labels)}
     about |= {"faithfulness": [0.91] * len(labels)}
     about |= {"values": {label: {"clean": 1.5, "corrupted": 0.5} for label in labels}}
@@ -72,9 +71,8 @@ def comparison_of_two(null=True, evil="m"):
 
 
 @needs_browser
-@pytest.mark.parametrize("null", [True, False])
-def test_the_report(opened, null):
-    comparison = comparison_of_two(null, "<img src=//x.invalid onerror=a()>")
+def test_the_report(opened):
+    comparison = comparison_of_two("<img src=//x.invalid onerror=a()>")
     page = viz.comparison_report(comparison)
     assert len(page) < 6_000_000
     assert page.count("plotly.js v") <= 2  # one bundle names itself twice
@@ -82,7 +80,7 @@ def test_the_report(opened, null):
     shown.wait("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
     assert shown.texts("h1") == ["<img src=//x.invalid onerror=a()>: loss, original against grown"]
     tables = shown.js("return [...document.querySelectorAll('table')].map(t => t.rows.length)")
-    assert tables == [1 + 2 + null, 1 + 2 * (1 + null), 1 + 2, 1 + 10, 1 + 2]
+    assert tables == [1 + 3, 1 + 4, 1 + 2, 1 + 10, 1 + 2]
     last = shown.js(
         "return [...[...document.querySelectorAll('table')].at(-1).rows].map("
         "r => [...r.cells].map(c => c.textContent))"
@@ -93,10 +91,9 @@ def test_the_report(opened, null):
         "return [...document.querySelectorAll('.js-plotly-plot')].map(p => p.data.map("
         "d => [d.name, [...d.y]]))"
     )
-    pairs = ["original and grown", "grown and null"][: 1 + null]
-    assert [name for name, _ in drawn[0]] == pairs
+    assert [name for name, _ in drawn[0]] == ["original and grown", "grown and null"]
     assert drawn[0][0][1] == [0.5, 0.5]
-    assert [name for name, _ in drawn[1]] == ["grown", "null model"][: 1 + null]
+    assert [name for name, _ in drawn[1]] == ["grown", "null model"]
     middle = float(comparison.heads["divergence"].median())
     assert drawn[1][0][1][0] == pytest.approx(middle, rel=1e-4)
     scatter = dict(drawn[2])
@@ -134,14 +131,6 @@ def test_the_circuit(opened):
     assert shown.texts("h1") == ["m, original against grown: loss = 1.5"]
     assert shown.js("return document.querySelector('h1').scrollWidth <= innerWidth")
     assert "1 kept, 1 lost, 1 gained" in shown.texts("#notes")[0]
-
-
-def test_a_negative_zero_is_zero():
-    comparison = comparison_of_two(False, "")
-    comparison.new["share"] = -0.0
-    page = viz.comparison_report(comparison)
-    assert ">-0<" not in page
-    assert page.count('<td class="number">0</td>') >= len(comparison.new)
 
 
 def test_the_circuit_without_a_browser():

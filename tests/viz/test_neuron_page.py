@@ -13,7 +13,6 @@ from attn_only_lens import circuits, expose_neuron_heads, neurons, viz
 from attn_only_lens.circuits.weights._composition import strongest_partners
 from attn_only_lens.errors import InputError
 from attn_only_lens.viz import neurons as pages
-from attn_only_lens.viz.page import Page
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
 
@@ -117,18 +116,6 @@ def test_looking_around(opened, model, examples):
     order = "const s = document.getElementById('order'); s.value = 2;"
     page.js(f"{order} s.dispatchEvent(new Event('change'))")
     assert page.texts("#rows a span")[0] == peaks["name"]
-
-
-@needs_browser
-def test_in_a_frame_that_is_hidden_at_first(opened, model, examples):
-    frame = viz.neuron_page(model, NAMES, examples)._repr_html_()
-    page = opened(Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
-    page.js("document.getElementById('cell').style.display = 'block'")
-    page.driver.switch_to.frame(0)
-    page.wait("document.querySelectorAll('#rows a').length === 3")
-    assert (
-        page.js("return document.querySelector('.panel svg').getBoundingClientRect().height") > 50
-    )
 
 
 @needs_browser

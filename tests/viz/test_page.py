@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from attn_only_lens import viz
 from attn_only_lens.viz.figures import plotly_text
-from attn_only_lens.viz.page import Page, document, inline_script, script_data, visible_token
+from attn_only_lens.viz.page import inline_script, script_data, visible_token
 
 
 @given(st.text())
@@ -72,17 +72,6 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         viz.write_html("half a page \ud800", path)
     assert path.read_text("utf-8") == whole
     assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
-
-
-def test_a_notebook_shows_a_page_in_a_frame():
-    frame = Page('<p class="a">\'</p>')._repr_html_()
-    assert 'sandbox="allow-scripts allow-downloads"' in frame
-    assert 'srcdoc="&lt;p class=&quot;a&quot;&gt;&#x27;&lt;/p&gt;"' in frame
-
-
-def test_a_notebook_stores_a_page_once():
-    page = document("a < b", "<p>" + 10_000 * "x")
-    assert repr(page) == "<Page 'a < b'>"
 
 
 WITHOUT_EXTRAS = """
