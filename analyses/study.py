@@ -28,12 +28,11 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from analyses.tools.benching import leave, table
-from analyses.tools.study_files import as_csv, as_stored, said, stem, svg, wrapped
+from analyses.tools.benching import table
+from analyses.tools.study_files import as_csv, as_stored, keep, said, stem, svg, wrapped
 from attn_only_lens.storage import write_text
 
 STUDIES, RESULTS = (Path(__file__).parent / name for name in ("studies", "results"))
-_DIGITS = "%.6g"  # the number format of the tables
 
 Tables: TypeAlias = Mapping[str, pd.DataFrame]
 
@@ -92,20 +91,13 @@ def study(name: str) -> Study:
 def run(name: str, setting: Setting, out: Path) -> str:
     """Run a study, write all its files, and return its page."""
     started = time.perf_counter()
-    tables = study(name).run(setting)
-    texts = as_csv(tables, _DIGITS)
-    stored = as_stored(texts)
+    made, script = study(name), str(STUDIES / f"{name}.py")
+    tables = made.run(setting)
+    stored = as_stored(as_csv(tables))
     settings = {"n_seeds": setting.n_seeds, "device": setting.device, "smoke": setting.smoke}
-    files = {f"{name}.md": page(name, stored, settings)}
-    files |= {f"{stem(name, part)}.csv": text for part, text in texts.items()}
-    leave(
-        str(STUDIES / f"{name}.py"),
-        out,
-        files | _pictures(name, stored),
-        started=started,
-        **settings,
-    )
-    return files[f"{name}.md"]
+    text = page(name, stored, settings)
+    keep(script, out, text, tables, made.figures(stored), started=started, **settings)
+    return text
 
 
 def render(name: str, folder: Path = RESULTS) -> str:

@@ -254,7 +254,7 @@ def attributions(model):
 def circuit(model):
     ranking = p.attribution(model, PAIR, sites=EVERYWHERE, method=NO_REPAIRS)
     how = {"n_random": 1, "ablation": "mean"}
-    curve = circuits.faithfulness(model, PAIR, ranking, shares=[0.4], **how)
+    curve = circuits.faithfulness(model, PAIR, ranking, shares=[0.4, 1.0], **how)
     how = {"sites": EVERYWHERE, "search": circuits.Search(**how)}
     secant = p.Estimate("secant", budget=0)
     circuit = circuits.discover(model, PAIR, faithfulness=0.5, method=secant, **how)

@@ -26,8 +26,7 @@ effects: the softmax of a compiled head leaks about 1e-7 of its weight to tokens
 attend to, and a value that occurs moves a logit by at least 0.01. Edges below this gap are
 redundant, and in these programs cutting all redundant edges at once changes no output.
 
-Weights have TransformerLens' names. The module uses only NumPy, so that the script that compiles
-the programs (jax) and the code that loads them (torch) can both run it.
+Weights have TransformerLens' names. The module uses only NumPy.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,10 +1,10 @@
 """Load compiled programs as `HookedTransformer`s: known circuits for testing methods.
 
-`compile_tracr.py` made the files; reading them does not need jax. A compiled model has no norms and
-no biases, relu in its MLPs, scores divided by √d_head, and separate axes for positions. Its first
-token is always BOS, where nothing is decoded. A bidirectional model has no mask, so a batch has
-inputs of only one length, without padding. Where the program returns None, the model's output is
-not defined.
+Tracr compiled the programs (`analyses/tools/README.md`); reading the files does not need jax. A
+compiled model has no norms and no biases, relu in its MLPs, scores divided by √d_head, and separate
+axes for positions. Its first token is always BOS, where nothing is decoded. A bidirectional model
+has no mask, so a batch has inputs of only one length, without padding. Where the program returns
+None, the model's output is not defined.
 
 Parts are named as in the package, by source layer: `embed` (tokens and positions together), `L0H1`,
 `L0N17`, `output`. `tracr_edges.py` defines true edges, and `tracr_cuts.py` cuts them.

@@ -1,13 +1,14 @@
 """Load trained twins as problems: transformers trained to compute programs in known parts.
 
-`analyses/tools/train_twins.py` trains the twins, and explains their design. Each program has a twin
-for each of `SEEDS`. The ground truth is the design. A head or neuron is true if it has a
-counterpart in the program and is *alive*: its output is not 0 on all inputs (some neurons with relu
-die in training). An edge is true if both its ends are true (or `embed`, `output`), and the program
-has an edge between the counterparts, on the same side. A part or an edge changes a logit if
-removing it changes one by more than `LEAST`, a tenth of the difference between right and wrong
-outputs. Training is not perfect: `faithfulness` is the measured share of outputs that are right
-after interventions.
+The twins were trained by strict interchange interventions (SIIT: Gupta et al., "InterpBench: Semi-
+Synthetic Transformers for Evaluating Mechanistic Interpretability Techniques", 2024);
+`twin_design.py` has their design. Each program has a twin for each of `SEEDS`. The ground truth is
+the design. A head or neuron is true if it has a counterpart in the program and is *alive*: its
+output is not 0 on all inputs (some neurons with relu die in training). An edge is true if both its
+ends are true (or `embed`, `output`), and the program has an edge between the counterparts, on the
+same side. A part or an edge changes a logit if removing it changes one by more than `LEAST`, a
+tenth of the difference between right and wrong outputs. Training is not perfect: `faithfulness` is
+the measured share of outputs that are right after interventions.
 """
 
 import json
@@ -29,7 +30,7 @@ from analyses.benchmark.tasks import (
 )
 from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.tracr_models import TracrProgram
-from analyses.tools.twin_design import design_of, untrained
+from analyses.benchmark.twin_design import design_of, untrained
 from attn_only_lens.tl import HookedTransformer
 
 FOLDER = Path(__file__).parent / "twins"

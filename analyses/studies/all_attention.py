@@ -41,6 +41,7 @@ TASK = "number, simple"
 TENTH = 0.1
 ENGLISH = Text(48, 4, 192, 1200, 480, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
 CS = (1e-1, 1e0, 1e1, 1e2, 1e3, 1e4, 1e6)  # sizes of memory tokens' embeddings
+CS_OF_SMOKE = (1e3,)
 RANGE = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -130,10 +131,11 @@ def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     plain = models.in_package(mlp.double())
     bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
     few = torch.tensor([3, 1, 4, 1, 5, 9])
+    cs = CS_OF_SMOKE if sizes is SMOKE else CS
     memory = [
-        *by_size("trained, LayerNorm", weights, clean),
-        *by_size("random, RMSNorm", drawn("RMS"), few),
-        *by_size("random, no norm", drawn(None), few),
+        *by_size("trained, LayerNorm", weights, clean, cs),
+        *by_size("random, RMSNorm", drawn("RMS"), few, cs),
+        *by_size("random, no norm", drawn(None), few, cs),
     ]
     return {
         "exact": pd.DataFrame([*from_mlp(mlp, bridge, clean), *of_vectors(weights, clean)]),
@@ -433,7 +435,9 @@ def ranks(model: Any) -> Measures:
 
 
 @torch.no_grad()
-def by_size(name: str, model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
+def by_size(
+    name: str, model: AllAttentionModel, text: Tensor, cs: Sequence[float]
+) -> Iterator[Row]:
     """Yield the error of the loaded model's logits by the size c of memory tokens.
 
     `written` is the largest share of a memory row's length, before the last layer, that heads have
@@ -442,7 +446,7 @@ def by_size(name: str, model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
     N, expected, width = model.n_vectors, direct(model, text).logits, model.W_E.shape[1]
     tokens = forms.with_memory(text[None], N, len(model.W_E))
     hook = f"blocks.{len(model.layers) - 1}.hook_resid_pre"
-    for c in CS:
+    for c in cs:
         row: Row = {"model": name, "c": c}
         for column, corrected in (("uncorrected", False), ("corrected", True)):
             host = forms.loaded(model, c, corrected=corrected)

@@ -5,7 +5,7 @@ attention heads, in float64:
 
     repairs   by budget: Pearson correlations with patching, the correlations that `attribution`
               expects, and the cost of "auto". None of the pairs of prompts was used to develop the
-              repairs. The models are a saturated classifier (`train_brackets.py`), the shipped
+              repairs. The models are a saturated classifier (`tools/brackets.py`), the shipped
               language model, and real models
     methods   without repairs, by method and part: means over pairs of prompts, on the shipped model
               for modular addition and on real models
@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_brackets
+from analyses.tools import brackets
 from analyses.tools.benching import markdown
 from analyses.tools.real_models import trained
 from analyses.tools.token_pairs import LENGTH, pairs
@@ -56,9 +56,9 @@ def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast], list[
         return list(pairs(model, tokens, n, seed))
 
     of_repairs, of_methods = (1, 2) if setting.smoke else N_PAIRS.values()
-    brackets = expose_neuron_heads(train_brackets.load().to(setting.device)).model
-    some = islice(train_brackets.pairs(brackets, 1), of_repairs)
-    yield "brackets", brackets, [Contrast(*pair, train_brackets.BALANCED) for pair in some], []
+    classifier = expose_neuron_heads(brackets.load().to(setting.device)).model
+    some = islice(brackets.pairs(classifier, 1), of_repairs)
+    yield "brackets", classifier, [Contrast(*pair, brackets.BALANCED) for pair in some], []
     if not setting.smoke:
         source = pretrained.small_english(setting.device, torch.float64, hooked=True)
         encoded = [source.to_tokens(text)[0, :12] for text in pretrained.small_english_texts()]

@@ -119,7 +119,7 @@ SMOKE = Recipe(
     rows=2,
     save_every=2,
     tasks=("gender",),
-    arms=(NONE, EQUAL_STEPS, OTHER_TEXTS, "neurons"),
+    arms=(NONE, OTHER_TEXTS, "neurons"),
     prompts=5,
     texts=3,
     read=3,
@@ -344,7 +344,8 @@ def run_all(setting: Setting) -> Tables:
     by_seed = [of_seed(recipe, seed, setting.runs, setting.device) for seed in seeds]
     made = {part: pd.concat([frames[part] for frames in by_seed]) for part in by_seed[0]}
     made["effects"] = made["effects"].query("seed == 0").drop(columns="seed")
-    exact = of_seed(recipe, 0, setting.runs, setting.device, p.activation_patch)[""]
+    patched = replace(recipe, arms=(NONE,)) if setting.smoke else recipe
+    exact = of_seed(patched, 0, setting.runs, setting.device, p.activation_patch)[""]
     made["exact"] = exact[[*COMPARED_BY, *COMPARED]]
     return as_stored(as_csv(made, "%.4g"))
 
@@ -580,8 +581,9 @@ def panels(
                 bars_at = np.repeat(here, 3)
                 panel.plot(bars_at, np.stack(bars, 1).ravel(), color=COLOURS[arm], lw=0.8)
             for arm, style in idle.items() if column == "new_share" else ():
-                shares = of_task["idle_share"].mean()[arm].groupby("check").mean()
-                panel.plot(places, shares, style, lw=1, label=f"idle half, {arm}")
+                if arm in set(frame["arm"]):  # a trial has fewer arms
+                    shares = of_task["idle_share"].mean()[arm].groupby("check").mean()
+                    panel.plot(places, shares, style, lw=1, label=f"idle half, {arm}")
             panel.set_xticks(places, [str(Fraction(x).limit_denominator(64)) for x in checks])
     for panel in grid[-1]:
         panel.set_xlabel("share of the training after growth")

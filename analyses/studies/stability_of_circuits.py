@@ -77,12 +77,12 @@ def probabilities(model: Any, n: int) -> "pd.Series[float]":
     return pd.Series(counts, dtype=float) / n
 
 
-def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+def resampled(model: Any, n: int, resamples: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the inclusion of sites in every resampled batch, and a row for each batch."""
     sites, batches = [], []
     for seed in tqdm(range(FIRST_BATCH, FIRST_BATCH + n), desc="resampled batches"):
         task, other = agreement(model, BATCH, seed), agreement(model, BATCH, FIRST_FRESH - seed)
-        search = circuits.Search(n_random=0, resamples=RESAMPLES, seed=seed)
+        search = circuits.Search(n_random=0, resamples=resamples, seed=seed)
         circuit = circuits.discover(model, task, sites=BY_ROLE, search=search)
         stability = circuit.stability
         assert stability is not None
@@ -229,7 +229,7 @@ def arms(
         for name, effect in effects.items():
             for order in ("magnitude", "signed"):
                 best = here.ranked(rankings["secant"], order, effect)
-                for size in SIZES[:2] if smoke else SIZES:
+                for size in SIZES[:1] if smoke else SIZES:
                     row = {"sites": kind, "arm": f"{name}, {order}", "size": size}
                     yield row | {"passes": COST[name]} | judged(there, best[:size])
         for size in LEARNED[:1] if smoke else LEARNED:
@@ -287,8 +287,8 @@ def run(setting: Setting) -> Tables:
             how = {"hf_config": tiny.config, "tokenizer": source.tokenizer}
             source = build_bridge_from_module(tiny, "LlamaForCausalLM", **how)
         english = expose_neuron_heads(source.to(setting.device), copy=True).model
-        truth = probabilities(english, 2 if smoke else N_FRESH)
-        sites, batches = resampled(english, 1 if smoke else BATCH)
+        truth = probabilities(english, 1 if smoke else N_FRESH)
+        sites, batches = resampled(english, *((1, 2) if smoke else (BATCH, RESAMPLES)))
         model, pairs = english, [agreement(english, n, seed=n) for n in (17, 5)]
         if smollm2 and data and not smoke:
             model = expose_neuron_heads(load(smollm2).to(setting.device)).model

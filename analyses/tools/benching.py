@@ -20,10 +20,10 @@ MIB = 2**20
 PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 
-def page_name(script: str, device: str, *parts: str) -> str:
-    """Return a page's name: the script's name and the parts, plus the device unless it is a CPU."""
-    places = [] if device == "cpu" else [device.replace(":", "")]
-    return "_".join([Path(script).stem, *parts, *places]) + ".md"
+def page_name(script: str, device: str) -> str:
+    """Return a page's name: the script's name, plus the device unless it is a CPU."""
+    place = "" if device == "cpu" else f"_{device.replace(':', '')}"
+    return f"{Path(script).stem}{place}.md"
 
 
 def leave(

@@ -1,7 +1,6 @@
 """Certify bilinear gates: an upper bound of their error, over all real inputs or over a range.
 
-The tables of `attn_only_lens.gates` store these bounds. `fit_gates.py` and `fit_gated_gates.py`
-call `certified_bound` on what they fit.
+The tables of `attn_only_lens.gates` store these bounds, and tests compute them again.
 
 Plain MLPs: q · p(q) against a gelu, for every real q
 -----------------------------------------------------

@@ -29,9 +29,6 @@ Smoke: TypeAlias = Annotated[
 Runs: TypeAlias = Annotated[
     Path, typer.Option("--runs", help="folder of checkpoints: an interrupted run resumes from it")
 ]
-Seeds: TypeAlias = Annotated[
-    int, typer.Option("--n-seeds", help="number of random seeds, for each arm of the study")
-]
 Seed: TypeAlias = Annotated[int, typer.Option("--seed", help="seed of the random numbers")]
 Rounds: TypeAlias = Annotated[
     int, typer.Option("--rounds", help="number of times that each measurement is repeated")

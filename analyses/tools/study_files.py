@@ -40,7 +40,6 @@ def keep(
     picture: Figure | Mapping[str, Figure | str],
     *,
     started: float,
-    digits: str = "%.6g",
     **settings: Any,
 ) -> None:
     """Write the page, tables, figures and record of a study, named after its script.
@@ -52,21 +51,20 @@ def keep(
         frame: one table, or several by part (the part "" is NAME.csv).
         picture: one figure, or several by part; a figure can also be the text of an SVG.
         started: `time.perf_counter()` at the beginning.
-        digits: the number format of the table.
         settings: the settings of the run.
     """
     name = Path(script).stem
     frames = frame if isinstance(frame, Mapping) else {"": frame}
     pictures = picture if isinstance(picture, Mapping) else {"": picture}
     made = {f"{name}.md": page}
-    for part, text in as_csv(frames, digits).items():
+    for part, text in as_csv(frames).items():
         made[f"{stem(name, part)}.csv"] = text
     for part, figure in pictures.items():
         made[f"{stem(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
     leave(script, out, made, started=started, **settings)
 
 
-def as_csv(frames: Mapping[str, pd.DataFrame], digits: str) -> dict[str, str]:
+def as_csv(frames: Mapping[str, pd.DataFrame], digits: str = "%.6g") -> dict[str, str]:
     """Return tables as text, with numbers in this format."""
     return {part: x.to_csv(index=False, float_format=digits) for part, x in frames.items()}
 

@@ -30,10 +30,10 @@ float32. For relu, the gates are fitted on [-1, 1] and rescaled to other limits,
 weights are proportional to the limit. `bound` is an absolute error. In half precision, the heads of
 a neuron lose too much accuracy, because their outputs are much larger than the sum of the outputs.
 
-`plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
-`fit_gated_gates.py` have fitted. In `plain.json`, each w_j is a multiple of 2^-23, so float32
-represents every partial sum of the w_j exactly. `analyses/tools/certificates.py` proves the bounds,
-which do not include rounding errors.
+`plain.json` and `gated.json` hold the fitted gates (`analyses/tools/README.md` says how they were
+fitted). In `plain.json`, each w_j is a multiple of 2^-23, so float32 represents every partial sum
+of the w_j exactly. `analyses/tools/certificates.py` proves the bounds, which do not include
+rounding errors.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Tests of trained neuron-heads: their function, their counts, and the measures of the study."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from oracles.definitions import Head
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import attention_only_models as models
@@ -109,40 +108,6 @@ def test_all_attention_is_one_softmax_over_text_and_vectors():
     assert relative(made(x)[0], expected) > 1e-4
 
 
-@torch.no_grad()
-def test_without_vectors_all_attention_is_the_attention_of_gpt2():
-    config = GPT2Config(
-        vocab_size=11, n_embd=6, n_head=2, n_layer=1, n_positions=7, resid_pdrop=0, embd_pdrop=0
-    )
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(config).double().eval()
-    tokens = torch.randint(11, (2, 7))
-    expected, block = model(tokens).logits, model.transformer.h[0]
-    block.attn = models.AllAttention(block.attn, 3).double()
-    assert relative(model(tokens).logits, expected) > 1e-6
-    block.attn.scaled_key = nn.Parameter(block.attn.scaled_key[:, :0])
-    block.attn.scaled_value = nn.Parameter(block.attn.scaled_value[:, :0])
-    assert relative(model(tokens).logits, expected) < 1e-13
-
-
-def test_all_attention_has_the_parameters_of_the_mlp():
-    task = TINY["text"]
-    of = {
-        arm: study.size_of(replace(study.SMOKE, text=task), "text", arm)
-        for arm in ("mlp", "all-attention")
-    }
-    for column in ("parameters", "flops a token", "heads"):
-        assert of["all-attention"][column] == of["mlp"][column]
-    norms = 2 * task.d_model * task.n_layers  # the norm of the MLP goes with it
-    assert of["all-attention"]["all parameters"] == of["mlp"]["all parameters"] - norms
-    with pytest.raises(ValueError, match="expected those of an MLP"):
-        models.in_package(task.model("all-attention", 6, seed=1))
-    same, other = (task.model(kind, 6, seed=1) for kind in ("mlp", "all-attention"))
-    assert torch.equal(
-        same.transformer.h[0].attn.c_attn.weight, other.transformer.h[0].attn.c_attn.weight
-    )
-
-
 @pytest.mark.parametrize("kind", models.KINDS)
 @pytest.mark.parametrize("dense", [False, True])
 def test_flops_of_a_step_of_one_layer(kind, dense):
@@ -193,24 +158,3 @@ def test_the_theorem_comes_into_the_package():
     assert relative(neuron_gate(cache, "L0N2"), gates[..., 3]) > 1e-3
     with pytest.raises(ValueError, match="expected those of an MLP"):
         models.in_package(task.model("set free", 6, seed=1))
-
-
-@torch.no_grad()
-def test_a_cut_is_what_it_says():
-    made, x = neurons("bias token"), torch.randn(2, POS, D, dtype=torch.float64)
-    whole = made(x)
-    row = torch.cat([made.bias, torch.ones(1).double()])
-    q, k, v = (x @ W[:D] for W in (made.W_Q, made.W_K, made.W_V))
-    key_b, value_b = row @ made.W_K, row @ made.W_V
-    p = (q * (k - key_b)).sigmoid()
-    mean_k, mean_p = k.mean((0, 1)), p.mean((0, 1))
-    at_mean = (q * (mean_k - key_b)).sigmoid()
-    expected = {
-        "key": at_mean * v + (1 - at_mean) * value_b,
-        "value_b": p * v,
-        "gate": mean_p * v + (1 - mean_p) * value_b,
-    }
-    for cut, z in expected.items():
-        made.cut = frozenset({cut})
-        assert relative(made(x), z @ made.W_O) < 1e-13
-        assert relative(made(x), whole) > 1e-3

@@ -10,7 +10,7 @@ from common import needs_hooked_transformer
 
 from analyses import study as frame
 from analyses.studies import attribution_repairs as study
-from analyses.tools import train_brackets
+from analyses.tools import brackets
 from analyses.tools.token_pairs import pairs
 from attn_only_lens import Contrast, expose_neuron_heads, pretrained
 
@@ -33,9 +33,9 @@ def test_gates_are_exact_in_a_model_of_one_layer():
 
 @needs_hooked_transformer
 def test_repairs_of_a_saturated_classifier():
-    model = expose_neuron_heads(train_brackets.load()).model
-    (pair,) = islice(train_brackets.pairs(model, 1), 1)
-    rows = study.repairs(model, Contrast(*pair, train_brackets.BALANCED), ("z", "each"))
+    model = expose_neuron_heads(brackets.load()).model
+    (pair,) = islice(brackets.pairs(model, 1), 1)
+    rows = study.repairs(model, Contrast(*pair, brackets.BALANCED), ("z", "each"))
     frame = pd.DataFrame(rows)
     assert frame["auto"].min() > 0.999
     assert frame["expected_auto"].min() > 0.98

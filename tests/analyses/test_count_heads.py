@@ -1,10 +1,8 @@
 """Tests of counts of heads, parameters and flops against modules, torch and the constructions."""
 
 import bridges
-import models
 import pytest
 import torch
-from common import needs_hooked_transformer
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.post import (
@@ -14,8 +12,6 @@ from analyses.post import (
     post_transformer,
 )
 from analyses.tools.count_heads import HeadCounts, head_counts
-from attn_only_lens import convert
-from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)
@@ -41,21 +37,6 @@ def test_parameters_are_those_of_the_modules(name):
     assert counts.mlp_parameters == counted["mlp"]
     expected = (True, 1) if name == "llama" else (False, None)
     assert (counts.gated, counts.n_key_value_heads) == expected
-
-
-@needs_hooked_transformer
-def test_configurations_of_hooked_transformers():
-    source = models.build("llama")
-    counts = head_counts(source.cfg)
-    assert counts == HeadCounts(26, 6, 8, 37, 2, gated=True)
-    assert head_counts(convert(source).cfg) == counts
-    block = source.blocks[0]
-    shared = [block.attn._W_K, block.attn._W_V]
-    assert counts.attention_parameters == sum(
-        weight.numel() for weight in (block.attn.W_Q, block.attn.W_O, *shared)
-    )
-    with pytest.raises(InputError, match="has no MLPs"):
-        head_counts(models.build("gelu", attn_only=True).cfg)
 
 
 def flops(run):

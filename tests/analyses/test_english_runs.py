@@ -1,7 +1,6 @@
 """Tests that runs on Small English resume, start from other runs' checkpoints, and count flops."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from analyses.tools import english_runs as runs
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as english
-from analyses.tools.resumable import train
 from attn_only_lens import grow, growth
 from attn_only_lens.growth import read
 
@@ -112,11 +110,3 @@ def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
     many = english.held_out_texts(10 * n, runs.never())
     assert sum(map(len, many)) == 10 * n
     assert len({len(text) for text in texts}) > 5
-
-
-def test_a_longer_training_is_not_read_as_a_shorter_one(tmp_path):
-    training = SimpleNamespace(resume=lambda path: setattr(training, "done", 7))
-    (tmp_path / "checkpoint.safetensors").touch()
-    nothing = {"step": None, "figures": None, "totals": {}, "tick": None}
-    with pytest.raises(ValueError, match="a training of 7 steps; got until=5"):
-        train(training, 5, tmp_path, check_every=1, save_every=1, **nothing)

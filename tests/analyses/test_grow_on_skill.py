@@ -1,7 +1,5 @@
 """The study of SmolLM2 grown and trained on a skill: its prompts, its training and its measures."""
 
-from random import Random
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,8 +8,6 @@ import transformers
 
 from analyses.studies import grow_on_skill as study
 from analyses.tools import circuit_measures as measures
-from attn_only_lens import expose_neuron_heads, load
-from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 
 @pytest.fixture(scope="module")
@@ -21,26 +17,6 @@ def seed_runs(tmp_path_factory):
     base = study.tiny(folder / "tiny")
     prompts = study.Prompts(study.SMOKE, transformers.AutoTokenizer.from_pretrained(base))
     return study.SeedRuns(study.SMOKE, 0, base, folder, prompts)
-
-
-def test_prompts(seed_runs):
-    prompts, tokenizer = seed_runs.prompts, seed_runs.prompts.tokenizer
-    first, others, asked = prompts.held_out
-    assert len({*first, *others, *asked}) == 4 + 4 + 8
-    trained, unseen = map(set, study.nouns(study.SMOKE))
-    assert trained | unseen == {*THINGS, *PEOPLE}
-    assert not trained & unseen
-    assert {noun for s in first for noun in (s.subject, s.attractor)} <= unseen
-    some = study.sentences(sorted(trained), 8, Random(0))
-    skill, agreement = prompts.skill(some), prompts.agreement(some)
-    for i, sentence in enumerate(some):
-        text, other = sentence.text(), sentence.text(flipped=True)
-        _, subject, *_, attractor = text.removeprefix("Match: ").split()
-        same = subject.endswith("s") == attractor.endswith("s")
-        assert tokenizer.decode(skill.right[i]) == ("yes" if same else "no")
-        assert tokenizer.decode(agreement.right[i]) == ("are" if subject.endswith("s") else "is")
-        assert tokenizer.decode(skill.corrupted[i]) == other
-        assert tokenizer.decode(agreement.clean[i]) == text.removeprefix("Match: ")
 
 
 def test_only_new_entries_get_gradients(seed_runs):
@@ -73,19 +49,6 @@ def test_a_frozen_model_without_its_new_neurons_is_the_model_before(seed_runs):
     written = path.stat().st_mtime_ns
     seed_runs.trained("frozen")
     assert path.stat().st_mtime_ns == written  # a second run trains nothing
-
-
-def test_patching_all_random_directions_patches_all_neurons(seed_runs):
-    """As many orthogonal directions as neurons span all of them; one direction does not."""
-    asked = seed_runs.prompts.skill(seed_runs.prompts.held_out[0])
-    with expose_neuron_heads(load(seed_runs.base)) as exposed:
-        every = [f"L1N{i}" for i in range(study.TINY["intermediate_size"])]
-        expected, clean = (measures.patched(exposed, asked, some) for some in (every, []))
-        assert abs(expected - clean).max() > 1e-4
-        got = study.patched_directions(exposed, asked, every, 0)
-        assert got == pytest.approx(expected, abs=1e-5)
-        one = study.patched_directions(exposed, asked, every[:1], 0)
-        assert abs(one - expected).max() > 1e-4
 
 
 def test_figures_of_new_neurons_by_hand():

@@ -1,7 +1,5 @@
 """Tests of the benchmark of growing costs: the sizes of its calls, and its exponents."""
 
-import json
-
 import pandas as pd
 import pytest
 import torch
@@ -46,13 +44,10 @@ def test_smoke(tmp_path):
     assert (rows["seconds"] > 0).all()
     sites = rows[rows["axis"] == "sites"].set_index("call")
     for call in ("activation_patch", "attribution", "discover", "neuron_statistics"):
-        assert sites.loc[call, "counted sites"].tolist() == sites.loc[call, "size"].tolist()
-    for call in bench.CALLS:
-        assert f"| {call} | layers |" in page
+        assert sites.loc[call, "counted sites"] == sites.loc[call, "size"]
+        assert f"| {call} | sites |" in page
     assert (tmp_path / "growth_of_cost.svg").exists()
-    assert json.loads((tmp_path / "growth_of_cost.run.json").read_text("utf-8"))["settings"][
-        "smoke"
-    ]
+    assert (tmp_path / "growth_of_cost.run.json").exists()
 
 
 def test_sites_of_a_sweep_are_those_that_a_patch_can_change():
@@ -68,12 +63,6 @@ def test_sites_of_a_sweep_are_those_that_a_patch_can_change():
     first_layer = frame["name"].str.startswith("L0N")
     assert first_layer.sum() == 20
     assert (frame.loc[first_layer, "value"] != scores.corrupted_value).all()
-
-
-def test_slopes_are_exponents():
-    sizes = pd.Series([10, 100, 1000])
-    assert bench.slope(sizes, 3.0 * sizes**1.5) == pytest.approx(1.5)
-    assert pd.isna(bench.slope(sizes, sizes * 0.0))
 
 
 def test_costs_far_away_continue_the_line_or_the_power_law():

@@ -4,10 +4,9 @@ import pytest
 import torch
 from common import D_VOCAB
 from models import build
-from safetensors.torch import save_file
 
 from analyses.tools.growth_training import _DOCUMENT, Training, _Checkpoint
-from attn_only_lens import convert, growth
+from attn_only_lens import growth
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.storage import read_tensors, write_tensors
 
@@ -53,15 +52,8 @@ def test_the_model_grows_before_the_step_that_the_schedule_names():
     assert len(training.history) == 2
 
 
-def test_growth_does_not_disturb_the_loss():
-    grown, plain = run(start(), 3), run(start(schedule={}), 3)
-    assert grown == pytest.approx(plain, abs=1e-12)  # the third step is the grown model's first
-    # later losses differ, because the grown model has more parameters
-    assert abs(run(start(), 4)[-1] - run(start(schedule={}), 4)[-1]) > 1e-6
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("step", [1, 4])
 def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path, kind, step):
     straight = start(kind)
     losses = run(straight, 7)
@@ -75,27 +67,6 @@ def test_going_on_from_a_checkpoint_is_as_if_nothing_had_happened(tmp_path, kind
     expected = dict(second.model.named_parameters())
     for name, parameter in straight.model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
-
-
-def test_values_and_keys_grow_apart_in_a_converted_model(tmp_path):
-    def converted(schedule):
-        model = convert(build("rms"))
-        return Training(model, OPTIMIZERS["adamw"](model.parameters()), schedule, seed=3)
-
-    apart = {1: growth.WidenValues(3), 3: growth.WidenQueriesAndKeys(2, layers=[0])}
-    straight = converted(apart)
-    losses = run(straight, 5)
-    assert losses[:2] == pytest.approx(run(converted({}), 2), abs=1e-12)
-    first = converted(apart)
-    run(first, 4)
-    first.save(tmp_path / "training.safetensors")
-    second = converted(apart)
-    second.resume(tmp_path / "training.safetensors")
-    assert run(second, 5) == losses[4:]
-    assert second.model.cfg.layer_sizes[0].d_head == 15
-    assert second.model.cfg.layer_sizes[0].d_value == 16
-    back = straight.history[-1].shrink(drop_new=True)
-    assert back.cfg.layer_sizes[0].d_head == 13
 
 
 def test_a_step_that_is_broken_off_is_done_again_and_growth_is_not():
@@ -134,7 +105,6 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
     other_order = start()
     other_order.optimizer.param_groups[0]["params"].reverse()
     refused(other_order, "in the same order")
-    refused(start(schedule=SCHEDULE | {1: growth.AddHeads(1)}), "grew by")
     later = start()
     run(later, 1)
     refused(later, "stands at step 1")
@@ -146,7 +116,6 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
         (lambda t: t.pop("model/embed.W_E"), r"other parameters: embed\.W_E"),
         (lambda t: t.update({"step/ghost": torch.tensor(1.0)}), "step of ghost"),
         (lambda t: t.update({"exp_avg/embed.W_E": torch.zeros(2)}), r"exp_avg of embed\.W_E"),
-        (lambda t: t.update({"model/embed.W_E": t["model/embed.W_E"].half()}), r"embed\.W_E"),
     ):
         changed = dict(tensors)
         change(changed)
@@ -155,21 +124,6 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
         refused(start(), match)
     path.write_bytes(path.read_bytes()[:1000])
     refused(start(), "not a readable safetensors file")
-    save_file(tensors, path)
-    refused(start(), "has no document of format")
-
-
-def test_a_schedule_may_be_extended_but_not_by_what_is_past(tmp_path):
-    path = tmp_path / "training.safetensors"
-    first = start(schedule={2: growth.AddNeurons(3)})
-    run(first, 5)
-    first.save(path)
-    longer = start(schedule={2: growth.AddNeurons(3), 6: growth.AddHeads(1)})
-    longer.resume(path)
-    run(longer, 7)
-    assert longer.model.cfg.n_heads == 3
-    with pytest.raises(CheckpointError, match=r"grows it before steps \[4\], and 5 are done"):
-        start(schedule={2: growth.AddNeurons(3), 4: growth.AddHeads(1)}).resume(path)
 
 
 def test_an_expansion_that_does_not_fit_leaves_the_training_as_it_was():

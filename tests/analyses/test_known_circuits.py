@@ -13,11 +13,10 @@ import torch
 from common import needs_hooked_transformer
 
 from analyses.benchmark import bounds, scoring, tasks, twins
-from analyses.benchmark.disguise import disguise, parts
+from analyses.benchmark.disguise import disguise
 from analyses.benchmark.methods import EDGES, NODES
 from analyses.benchmark.tracr_cuts import logits_without
-from analyses.tools import train_twins
-from attn_only_lens import HeadName, convert
+from attn_only_lens import HeadName
 
 pytestmark = needs_hooked_transformer
 
@@ -53,8 +52,8 @@ def with_noise(model, tokens, names):
 
 
 @torch.no_grad()
-def test_every_disguise_computes_the_same_function():
-    for name in tasks.PROGRAMS:
+def test_a_disguise_computes_the_same_function():
+    for name in tasks.PROGRAMS[::3]:
         program = tasks.load(name)
         hidden = disguise(program.model, seed=5)
         for tokens, expected, _ in program.batches():
@@ -62,29 +61,6 @@ def test_every_disguise_computes_the_same_function():
             assert program.agrees(logits, expected)
             for model in (hidden.without_norm, hidden.model):
                 assert (model(tokens) - logits).abs().max() < SAME, name
-
-
-@torch.no_grad()
-def test_a_converted_disguise_computes_it_too(disguised):
-    program, hidden, _ = disguised
-    tokens, _, _ = next(program.batches())
-    assert (convert(hidden.model)(tokens) - program.model(tokens)).abs().max() < SAME
-
-
-@torch.no_grad()
-def test_a_disguise_hides_the_program(disguised):
-    program, hidden, problem = disguised
-    model = hidden.model
-    assert model.cfg.normalization_type == "LN"
-    for block in model.blocks:
-        for W in (block.attn.W_Q, block.mlp.W_in, block.mlp.W_out, block.attn.W_O):
-            assert (W != 0).double().mean() > 0.8
-        assert block.attn.b_O[:-2].abs().min() > 0  # the last two axes have the constants
-    origins = list(hidden.origin.values())
-    assert len(set(origins)) < len(origins) < len(parts(model))  # copies, and decoys
-    assert problem.truth.nodes["true"].sum() > len(
-        {edge.writer for edge in program.true_edges()} - {"embed"}
-    )
 
 
 @torch.no_grad()
@@ -117,17 +93,6 @@ def test_edges_outside_the_truth_carry_nothing(disguised):
     # The control: with all edges of the output, too, its logits are constant.
     wrong = [edge for edge in edges if edge.reader == "output"]
     assert logits_without(model, tokens, {*false, *wrong}).var(0).max() < SAME
-
-
-def test_pairs_differ_in_their_outputs_and_the_metric_says_how():
-    program = tasks.load("hist")
-    for pairs in tasks.pairs_of(program):
-        clean, corrupted = program.model(pairs.clean), program.model(pairs.corrupted)
-        changes = ((clean - corrupted) * pairs.weights).sum((1, 2))
-        # Outputs are one-hot, so each position where they differ counts 2.
-        differ = (clean.argmax(-1) != corrupted.argmax(-1))[:, 1:].sum(1)
-        assert changes.detach().numpy() == pytest.approx(2 * differ.numpy(), abs=1e-5)
-        assert differ.min() > 0
 
 
 def test_twins_are_faithful_to_their_design():
@@ -163,37 +128,6 @@ def test_parts_outside_a_twins_design_hardly_matter():
 
     assert program.agrees(put(nodes["name"][~nodes["true"]]), expected)
     assert not program.agrees(put(nodes["name"][nodes["true"]]), expected)
-
-
-@torch.no_grad()
-def test_the_code_that_trains_twins_runs_them_as_transformer_lens_does():
-    program = tasks.load("sum_with_previous")
-    twin = twins.load_twin(program)
-    tokens, _, _ = next(program.batches())
-    plain = train_twins.run(twin, tokens, {})
-    assert (plain.logits - twin(tokens)).abs().max() < SAME
-    for part in ((0, "H", (0,)), (0, "N", (1, 4))):
-        rows = torch.arange(len(tokens)).roll(1)
-        put = train_twins.replacements(plain, rows, [[part]] * len(tokens))
-        layer, letter, indices = part
-        name = f"blocks.{layer}." + ("attn.hook_z" if letter == "H" else "mlp.hook_post")
-
-        def replace(x, hook, indices=indices):
-            x = x.clone()
-            x[:, :, list(indices)] = x.roll(1, 0)[:, :, list(indices)]
-            return x
-
-        expected = twin.run_with_hooks(tokens, fwd_hooks=[(name, replace)])
-        assert (train_twins.run(twin, tokens, put).logits - expected).abs().max() < SAME
-        assert (expected - plain.logits).abs().max() > 0.1
-
-
-def test_training_twins(tmp_path):
-    train_twins.main(out=tmp_path, steps=20, smoke=True)
-    assert {path.name for path in (tmp_path / "seed0").iterdir()} == {
-        "frac_prevs.json",
-        "frac_prevs.safetensors",
-    }
 
 
 def test_auroc_is_the_share_of_pairs_in_order():
@@ -235,14 +169,6 @@ def test_gradient_methods_are_right_where_the_model_is_linear():
     last = [n for n in problem.task.nodes if n.startswith("L1N")]
     for scores in nodes.values():
         assert scores[last].to_numpy() == pytest.approx(nodes["exact patches"][last], abs=1e-6)
-
-
-def test_two_factors_give_no_score_to_an_edge_into_a_part_that_writes_rounding_errors():
-    """A dead neuron of this program has pre-activations of about 1e-16, above or below 0."""
-    problem = tasks.problem(tasks.load("equals_mirror"), "disguised")
-    edges = problem.truth.edges.merge(EDGES["two factors"](problem.task))
-    assert edges["score"][~edges["true"]].max() < 1e-9
-    assert edges["score"][edges["changes"]].median() > 1e-3
 
 
 def test_the_ten_lines_of_the_rules_run(capsys):

@@ -1,10 +1,9 @@
 """Tests that compiled programs compute RASP's outputs in every form, and have the right edges.
 
 Three oracles share no code with the tested code: the RASP interpreter's outputs and Tracr's own
-logits, both stored by `analyses/tools/compile_tracr.py`, and edges derived by hand.
+logits, both stored with the programs, and edges derived by hand.
 """
 
-import json
 import shutil
 
 import numpy as np
@@ -16,7 +15,7 @@ from analyses.benchmark import tracr_edges
 from analyses.benchmark.tracr_cuts import logits_without
 from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.tracr_models import FIXTURES, PROGRAMS, load_program
-from attn_only_lens import HeadName, convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = needs_hooked_transformer
@@ -65,13 +64,6 @@ def forms(program):
         yield "in place, hooks live", lambda tokens: model.run_with_cache(tokens)[0]
 
 
-def test_the_inputs_tell_outputs_apart(program):
-    defined = [y for ys in program.expected for y in ys if y is not None]
-    assert len(set(defined)) > 1
-    tokens, expected, _ = next(program.batches())
-    assert not program.agrees(program.model(tokens).flip(0), expected)
-
-
 @torch.no_grad()
 def test_every_form_gives_what_the_interpreter_and_tracr_give(program):
     for form, run in forms(program):
@@ -81,68 +73,8 @@ def test_every_form_gives_what_the_interpreter_and_tracr_give(program):
             assert error(program, logits, tracr_logits) <= ROUNDING, form
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"hist", "hist_so_far"}))
-def test_a_wrong_scale_is_seen(name):
-    # Only Tracr's logits show it; decoded outputs do not. (Counting heads attend to tied positions
-    # only, so no scale matters.)
-    program = load_program(name)
-    for block in program.model.blocks:
-        block.attn.attn_scale *= 1.25
-    tokens, expected, tracr_logits = next(program.batches())
-    logits = program.model(tokens)
-    assert program.agrees(logits, expected)
-    assert error(program, logits, tracr_logits) > 100 * ROUNDING
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["hist", "hist_so_far", "reverse", "sort_unique"])
-def test_a_wrong_mask_is_seen(name):
-    # In the other programs, heads compare positions and never attend to later tokens.
-    program = load_program(name)
-    cfg = program.model.cfg
-    cfg.attention_dir = "bidirectional" if cfg.attention_dir == "causal" else "causal"
-    tokens, expected, _ = next(program.batches())
-    assert not program.agrees(program.model(tokens), expected)
-
-
-@torch.no_grad()
-def test_without_one_of_its_parts_a_program_is_wrong(program):
-    used = program.edges[program.edges.changes_output]
-    parts = {HeadName.parse(name) for name in used.writer if name != "embed"}
-    forgiven = set()
-    for part in parts:
-        block = program.model.blocks[part.layer]
-        W = block.attn.W_O if part.kind == "attention" else block.mlp.W_out
-        was = W[part.index].clone()
-        W[part.index] = 0
-        # Some parts matter for short inputs only.
-        if all(program.agrees(program.model(t), expected) for t, expected, _ in program.batches()):
-            forgiven.add(str(part))
-        W[part.index] = was
-    assert len(parts) > 1
-    # L0N6 writes "length 2" for two neurons: cutting one changes outputs, cutting both does not.
-    assert forgiven == ({"L0N6"} if program.name == "reverse" else set())
-
-
 def test_the_edges_of_a_program_worked_out_by_hand():
     assert load_program("frac_prevs").true_edges() == BY_HAND
-
-
-def test_the_heads_of_sorting_worked_out_by_hand():
-    # L0H0 counts the smaller tokens: it compares tokens, and its value is BOS. Neurons of layer 0
-    # make the count one-hot. L1H0 moves each token to the position (query) that is its count (key).
-    edges = load_program("sort_unique").edges
-    heads = edges[edges.reader.str.contains("H")]
-    into = {node: set(rows.writer.str[:3]) for node, rows in heads.groupby(["reader", "side"])}
-    assert into == {
-        ("L0H0", "q"): {"emb"},
-        ("L0H0", "k"): {"emb"},
-        ("L0H0", "v"): {"emb"},
-        ("L1H0", "q"): {"emb"},
-        ("L1H0", "k"): {"emb", "L0N"},
-        ("L1H0", "v"): {"emb"},
-    }
 
 
 def test_the_edges_are_those_of_the_weights(program):
@@ -197,13 +129,6 @@ def test_every_edge_matters_or_is_marked_redundant(program):
             assert all(moved < 1e-5 and right for moved, right in effects), edge
 
 
-def test_without_all_redundant_edges_at_once_a_program_is_right(program):
-    used = program.edges[program.edges.changes_logits]
-    kept = {Edge(*row) for row in used[[*Edge._fields]].itertuples(index=False)}
-    rest = set(program.candidates()) - kept
-    assert all(moved < 1e-5 and right for moved, right in moves(program, rest))
-
-
 def test_a_list_with_a_wrong_edge_fails(program):
     used = program.edges[program.edges.changes_output & (program.edges.side != "in")]
     edge = Edge(*used[[*Edge._fields]].iloc[-1])
@@ -238,10 +163,4 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     shutil.copy(FIXTURES / "hist.json", tmp_path)
     shutil.copy(FIXTURES / "reverse.safetensors", tmp_path / "hist.safetensors")
     with pytest.raises(ValueError, match="hist: "):
-        load_program("hist", tmp_path)
-    card = json.loads((FIXTURES / "hist.json").read_text("utf-8"))
-    card["inputs"].pop()
-    (tmp_path / "hist.json").write_text(json.dumps(card), "utf-8")
-    shutil.copy(FIXTURES / "hist.safetensors", tmp_path / "hist.safetensors")
-    with pytest.raises(ValueError, match="rows of logits"):
         load_program("hist", tmp_path)

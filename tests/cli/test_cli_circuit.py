@@ -33,6 +33,7 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
     """The examples fit a terminal with 80 columns, so they can be copied."""
     monkeypatch.setenv("COLUMNS", "80")
     command = typer.main.get_command(app)
+    assert "attn-only-lens explain" in run_cli().output  # without a command, what to do first
     listed = run_cli("--help").output
     for name, subcommand in command.commands.items():
         assert subcommand.rich_help_panel in listed

@@ -110,6 +110,7 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--clean", empty, *LOSS), "has no prompts; expected one prompt per line"),
         ((*folders, "--clean", one, *LOSS), "got no other text for prompt 0"),
+        ((*folders, "--clean", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),
     ):

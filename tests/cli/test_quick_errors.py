@@ -146,6 +146,9 @@ OF_A_MODEL = {
     ),
     "from 0 to 1": ("pattern", "MODEL", "--prompt", "w3", "--layer", 9, *PAGE),
     "expected a text in each row for clean": ("evaluate", "MODEL", "no.json", "--pairs", "no.csv"),
+    "got ''; expected a path": ("demo", "--out", ""),
+    "a file name; expected a folder": ("demo", "--out", "demo.html"),
+    "got --pairs and --answer": ("evaluate", "MODEL", "no.json", "--pairs", "no.csv", *ANSWERS),
     "none.csv cannot be read": ("evaluate", "MODEL", "no.json", "--pairs", "none.csv"),
 }  # fmt: skip
 

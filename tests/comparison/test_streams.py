@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from attn_only_lens import Contrast, Work, compare, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError
+from attn_only_lens.growth.comparison.batches import batches
 
 pytestmark = [
     pytest.mark.numeric,
@@ -145,6 +146,7 @@ def test_nothing_grows_with_the_number_of_batches(pair):
     assert sum(reference() is not None for reference in batches_given) <= 1
 
 
+@pytest.mark.filterwarnings("ignore:this model is in half precision")
 def test_bfloat16(pair):
     """Activations in bfloat16 with 8 bits are summed in wider types."""
     low = bridges.boot("native").to(torch.bfloat16)
@@ -178,6 +180,7 @@ def test_what_is_refused(pair):
         ((grown.model, grown, good), {}, "the original has size 41 along d_mlp"),
         ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
         ((model, grown, iter([])), {}, "got no contrasts"),
+        ((model, grown, [3]), {}, "got an int as a batch"),
         ((model, grown, alone(prompts[:1])), {}, "got no other text for prompt 0"),
         ((model, grown, good), {"null": null}, "the null model grew differently"),
         ((model, grown, good), {"null": 3}, "the null model: got an int"),
@@ -191,7 +194,7 @@ def test_what_is_refused(pair):
         (alone(prompts, p.logit_diff(3, 99)), "99"),
         (alone(prompts, p.logit_diff([3, 3, 3], 5)), "3"),
         # the same prompts, rolled
-        (alone(prompts, p.logit_diff(3, 5)), "for which the values differ"),
+        (alone(prompts, p.logit_diff(3, 5)), "this metric is constant"),
     ):
         with pytest.raises((InputError, ComparisonError)) as error:
             compare(model, grown, contrast)

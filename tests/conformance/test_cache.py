@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import pickle
 
 import pytest
 import torch
@@ -86,14 +85,6 @@ def test_decompose_resid(pair, mode):
     )
 
 
-def test_decompose_resid_before_neurons(pair):
-    name, source, cache = pair
-    actual = cache.decompose_resid(layer=3, return_labels=True)
-    if name != "parallel":
-        agree(actual, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
-    sum_is_stream(actual[0], cache, 3)
-
-
 @pytest.mark.parametrize("name", READS_STREAM)
 @torch.no_grad()
 def test_norm_at_a_middle_block(name):
@@ -171,13 +162,9 @@ def neurons_of_source(source, **options):
 
 PROJECTION = torch.linspace(-1, 2, 26 * 5, dtype=torch.float64).reshape(26, 5)
 OPTIONS = [
-    {},
-    {"neuron_slice": (5, 12), "pos_slice": 3},
-    {"neuron_slice": [3, 31]},
     {"incl_remainder": True},
-    {"project_output_onto": PROJECTION[:, 2], "pos_slice": (2, 7)},
+    {"neuron_slice": (5, 12), "pos_slice": 3},
     {"apply_ln": True, "project_output_onto": PROJECTION, "incl_remainder": True},
-    {"apply_ln": True, "project_output_onto": PROJECTION[:, 1], "pos_slice": -1},
 ]
 
 
@@ -218,34 +205,13 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
         ):
             with pytest.raises(UnsupportedCallError, match=r"layer=model\.cfg\.n_layers // 2"):
                 split(rows)
-    # Such a stack is saved, split otherwise and differentiated as any tensor.
+    # Such a stack is saved and split otherwise as any tensor.
     file = io.BytesIO()
     torch.save(stack, file)
     file.seek(0)
     assert torch.equal(torch.load(file), stack)  # with weights_only, the default
-    for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        assert torch.equal(copied, stack)
+    assert torch.equal(copy.deepcopy(stack), stack)
     assert rearrange(stack, "h b (x y) -> h b x y", x=2).shape == (len(stack), 2, 2, 13)
-    assert stack[:, None].shape == (len(stack), 1, *stack.shape[1:])
-    assert stack.numpy().shape == stack.shape
-    with torch.enable_grad():
-        leaf = stack.clone().requires_grad_(True)
-        leaf.square().sum().backward()
-    torch.testing.assert_close(
-        leaf.grad.as_subclass(torch.Tensor), 2 * stack.as_subclass(torch.Tensor)
-    )
-
-
-def test_neurons_before_a_block(pair):
-    """Before block 3, the neurons of layer 1, only the neurons of layer 0 have written."""
-    _, _, cache = pair
-    for layer, layers in [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)]:
-        stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
-        assert labels == [f"L{i}N{n}" for i in range(layers) for n in range(37)], layer
-        assert len(stack) == len(labels)
-    stack, labels = cache.stack_neuron_results(layer=4, neuron_slice=7, return_labels=True)
-    assert labels == ["L0N7", "L1N7"]
-    assert stack.shape[0] == 2
 
 
 def test_get_neuron_results():
@@ -263,7 +229,6 @@ def test_get_neuron_results():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"pos_slice": 2},
         {"apply_ln": True, "project_output_onto": PROJECTION[:, 3]},
     ],
@@ -327,23 +292,6 @@ def test_what_is_normed_on_its_way(normed):
     projected, some = cache.stack_neuron_results(layer=-1, return_labels=True, **how)
     rows = [labels.index(label) for label in some]
     torch.testing.assert_close(projected, whole[rows] @ PROJECTION, rtol=EXACT, atol=1e-9)
-
-
-@torch.no_grad()
-def test_shortformer_positions_are_not_in_the_stream():
-    _, cache = convert(build("shortformer")).run_with_cache(tokens())
-    stack, labels = cache.get_full_resid_decomposition(return_labels=True)
-    assert "pos_embed" not in labels
-    sum_is_stream(stack, cache, 6)
-
-
-def test_logit_attrs(pair):
-    name, source, cache = pair
-    if name == "no_norm":
-        return
-    actual = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
-    reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(actual, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):

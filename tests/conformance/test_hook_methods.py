@@ -21,7 +21,7 @@ def is_live_anywhere(model):
 
 
 @torch.no_grad()
-def test_get_caching_hooks(converted):
+def test_caching_hooks(converted):
     expected_logits, expected = converted.run_with_cache(tokens())
     cache, forward, backward = converted.get_caching_hooks(lambda name: True)
     assert backward == []
@@ -30,34 +30,12 @@ def test_get_caching_hooks(converted):
     assert cache.keys() == expected.keys()
     for key, value in cache.items():
         assert torch.equal(value, expected[key]), key
-    assert not is_live_anywhere(converted)
-
-
-@torch.no_grad()
-def test_add_caching_hooks(converted):
-    _, expected = converted.run_with_cache(tokens())
-    cache = converted.add_caching_hooks(NEURONS)
+    added = converted.add_caching_hooks(NEURONS)
     converted(tokens())
-    assert list(cache) == [NEURONS]
-    torch.testing.assert_close(cache[NEURONS], expected[NEURONS], rtol=1e-12, atol=1e-14)
+    assert list(added) == [NEURONS]
+    torch.testing.assert_close(added[NEURONS], expected[NEURONS], rtol=1e-12, atol=1e-14)
     converted.reset_hooks()
     assert not is_live_anywhere(converted)
-
-
-@torch.no_grad()
-def test_cache_all_and_cache_some(converted):
-    _, expected = converted.run_with_cache(tokens())
-    everything, some = {}, {}
-    converted.cache_all(everything)
-    converted(tokens())
-    converted.reset_hooks()
-    converted.cache_some(some, lambda name: name == NEURONS)
-    converted(tokens())
-    converted.reset_hooks()
-    assert everything.keys() == expected.keys()
-    for key, value in everything.items():
-        assert torch.equal(value, expected[key]), key
-    assert list(some) == [NEURONS]
 
 
 def test_a_name_that_would_not_be_cached_is_refused(converted):
@@ -147,8 +125,8 @@ def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
 
 
 @pytest.mark.parametrize("name", ["relu", "llama"])
-@pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z"])
-def test_every_hook_point_has_a_gradient_and_can_be_edited_in_place(name, point):
+@pytest.mark.parametrize("point", ["q", "v", "pattern"])
+def test_every_hook_point_has_a_gradient_and_can_be_edited(name, point):
     converted = convert(build(name))
     hook = f"blocks.3.attn.hook_{point}"
     _, cache = converted.run_with_cache(
@@ -160,38 +138,17 @@ def test_every_hook_point_has_a_gradient_and_can_be_edited_in_place(name, point)
         expected = (full["v", 3] * full.cache_dict["blocks.3.attn.hook_z_grad"]).squeeze(-1)
         got = cache[hook + "_grad"][..., 0].transpose(1, 2)
         assert relative(got, expected) < 1e-12
-    if (name, point) == ("relu", "z"):
-        return  # torch's relu needs its output for the gradient; so does the source's
     loss = converted.run_with_hooks(
         tokens(), return_type="loss", fwd_hooks=[(hook, lambda x, hook: x.mul_(0.5))]
     )
     loss.backward()
 
 
-def test_a_hook_may_run_the_model_again():
-    """In a parallel model, the hook runs between the two blocks of a layer and after them."""
-    source = build("parallel")
-    converted = convert(source)
-    expected, inner = source(tokens()), source(tokens(seed=3))
-    for point in ("blocks.2.hook_resid_post", "blocks.3.attn.hook_q", "blocks.2.hook_resid_pre"):
-        seen = []
-
-        def again(x, hook, seen=seen):
-            if not seen:
-                seen.append(None)
-                seen[0] = converted(tokens(seed=3))
-
-        got = converted.run_with_hooks(tokens(), fwd_hooks=[(point, again)])
-        assert relative(got, expected) < 1e-12
-        assert relative(seen[0], inner) < 1e-12
-
-
 @pytest.mark.parametrize("hooks", [[], [("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]])
-@pytest.mark.parametrize("name", ["gelu", "parallel", "parallel_gated"])
 @torch.no_grad()
-def test_threads_share_a_model(name, hooks):
+def test_threads_share_a_model(hooks):
     """Threads share a model although each pauses between the two blocks of a parallel layer."""
-    converted, inputs = convert(build(name)), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
+    converted, inputs = convert(build("parallel")), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
     with converted.hooks(fwd_hooks=hooks):
         expected = [converted(x) for x in inputs]
         handle = converted.blocks[2].register_forward_hook(meeting(inputs))
@@ -199,24 +156,6 @@ def test_threads_share_a_model(name, hooks):
         handle.remove()
     for results, one in zip(results_of_all, expected, strict=True):
         assert all(torch.equal(result, one) for result in results)
-
-
-def replica(model):
-    """Return a replica as torch.nn.DataParallel makes it, on the same device."""
-    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, replica in made.items():
-        replica._parameters = dict(module._parameters)
-        replica._modules = {name: made.get(child, child) for name, child in module._modules.items()}
-    return made[model]
-
-
-@torch.no_grad()
-def test_replicas_of_a_model():
-    converted, inputs = convert(build("parallel")), [tokens(1), tokens(2)]
-    replicas = {x: replica(converted) for x in inputs}
-    results_of_all = in_threads(torch.no_grad()(lambda x: replicas[x](x)), inputs)
-    for x, results in zip(inputs, results_of_all, strict=True):
-        assert all(torch.equal(result, converted(x)) for result in results)
 
 
 def test_blocks_out_of_range(converted):

@@ -3,38 +3,31 @@
 import math
 import re
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from task_tokenizer import task_tokenizer
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from attn_only_lens import (
     Contrast,
     Work,
     chat_tokens,
-    circuits,
     expose_neuron_heads,
     neurons,
     pretrained,
     token_texts,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.cli import app
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import unknown_words
 from attn_only_lens.errors import InputError, InputWarning
 
 POS, VOCAB = 5, 31
-EXACT = 1e-12  # rounding of a softmax over 31 entries and a mean: some hundred times 1e-16
-WORDS = ["are", " are", "is", " is", "was"]
 
 
 def fast(core, words, decoder=None, **special):
@@ -44,7 +37,7 @@ def fast(core, words, decoder=None, **special):
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def byte_level(folder):
+def byte_level():
     """Build a tokenizer like GPT-2's: it knows all bytes; its unknown token is also BOS and EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "r"), ("ar", "e"), ("Ġ", "are"), ("i", "s"), ("Ġ", "is")]
@@ -55,25 +48,11 @@ def byte_level(folder):
     return fast(core, words, decoders.ByteLevel(), **same)
 
 
-def sentencepiece(folder):
+def sentencepiece():
     """Build a tokenizer that adds a space before every text, so no text gives the token "are"."""
     pieces = ["<unk>", "▁are", "are", "▁is", "is", "▁", "a", "r", "e", "i", "s"]
     core = Tokenizer(models.Unigram([(piece, -1.0 - i) for i, piece in enumerate(pieces)], 0))
     return fast(core, pre_tokenizers.Metaspace(), decoders.Metaspace(), unk_token="<unk>")
-
-
-def wordpiece(folder):
-    entries = ["[UNK]", "are", "##are", "is", "##is", "the"]
-    core = Tokenizer(models.WordPiece({entry: i for i, entry in enumerate(entries)}))
-    return fast(core, pre_tokenizers.BertPreTokenizer(), unk_token="[UNK]")
-
-
-def letters(folder):
-    """Build a tokenizer without an unknown token, which leaves unknown parts out."""
-    entries = [*"aceirs", "Ġ", "ar", "are"]
-    vocabulary = {entry: i for i, entry in enumerate(entries)}
-    core = Tokenizer(models.BPE(vocabulary, [("a", "r"), ("ar", "e")]))
-    return fast(core, pre_tokenizers.Whitespace())
 
 
 class Slow:
@@ -96,20 +75,14 @@ class Slow:
         return self.known.index(piece) if piece in self.known else 0
 
 
-TOKENIZERS = {
-    "words": lambda folder: task_tokenizer(),
-    "bytes": byte_level,
-    "sentencepiece": sentencepiece,
-    "wordpiece": wordpiece,
-    "letters": letters,
-    "spaces": lambda folder: tiny_tokenizer(29, folder),
-    "slow": lambda folder: Slow(),
-}
-
-
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    return {name: make(tmp_path_factory.mktemp(name)) for name, make in TOKENIZERS.items()}
+def tokenizers():
+    return {
+        "words": task_tokenizer(),
+        "bytes": byte_level(),
+        "sentencepiece": sentencepiece(),
+        "slow": Slow(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +90,8 @@ def english():
     return expose_neuron_heads(pretrained.small_english()).model
 
 
-def stub(tokenizer, size=None):
-    size = size or len(tokenizer)
-    return SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(d_vocab=size))
+def stub(tokenizer):
+    return SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(d_vocab=len(tokenizer)))
 
 
 def pair_of(batch):
@@ -127,72 +99,21 @@ def pair_of(batch):
     return PromptPair(clean, clean + 1)
 
 
-# Forms
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return stub(tiny_tokenizer(VOCAB, tmp_path_factory.mktemp("tiny")))
 
 
-FORMS = {  # w0 is token 4
-    "one text": ("w1", [[5], [5], [5]]),
-    "texts": (["w1", "w2", "w3"], [[5], [6], [7]]),
-    "NumPy's number": (np.int64(5), [[5], [5], [5]]),
-    "an array": (np.array([5, 6, 7]), [[5], [6], [7]]),
-    "tensors": ([torch.tensor(5), torch.tensor([6]), 7], [[5], [6], [7]]),
-    "a list in a list": ([["w1", 6]], [[5, 6], [5, 6], [5, 6]]),
-    "lists": ([["w1", 6], (7, "w4"), range(8, 11)], [[5, 6], [7, 8], [8, 9, 10]]),
-    "a table": (torch.tensor([[5, 6], [7, 8], [9, 10]]), [[5, 6], [7, 8], [9, 10]]),
-}
-OTHERS = [[20, 21], [22], [23]]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_all_metrics_take_the_same_forms(form, model):
-    answers, tokens = FORMS[form]
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(3, POS, VOCAB, generator=generator, dtype=torch.float64)
-    rows = logits[:, -1].tolist()
-    odds = [[math.exp(x) / sum(map(math.exp, row)) for x in row] for row in rows]
-
-    def mean(of_prompt):
-        return sum(of_prompt(i) for i in range(3)) / 3
-
-    several = p.probability_diff(answers, OTHERS)
-    single = [p.probability(answers), p.log_probability(answers), p.logit_diff(answers, 23)]
+def test_what_is_ambiguous_is_refused(model):
     pair = pair_of(3)
-    expected = mean(
-        lambda i: sum(odds[i][c] for c in tokens[i]) - sum(odds[i][w] for w in OTHERS[i])
-    )
-    assert bind(several, model, pair).of(logits) == pytest.approx(expected, abs=EXACT)
-    flipped = p.probability_diff(OTHERS, answers)
-    assert bind(flipped, model, pair).of(logits) == pytest.approx(-expected, abs=EXACT)
-    by_hand = [
-        lambda i: odds[i][tokens[i][0]],
-        lambda i: math.log(odds[i][tokens[i][0]]),
-        lambda i: rows[i][tokens[i][0]] - rows[i][23],
-    ]
-    for metric, of_prompt in zip(single, by_hand, strict=True):
-        if all(len(row) == 1 for row in tokens):
-            assert bind(metric, model, pair).of(logits) == pytest.approx(mean(of_prompt), abs=EXACT)
-        else:
-            with pytest.raises(InputError, match="probability_diff takes several"):
-                bind(metric, model, pair)
-
-
-@pytest.mark.parametrize("n_prompts", [1, 3])
-def test_what_is_ambiguous_is_refused(model, n_prompts):
-    expected = {1: "expected 1;", 3: "expected 1, or one for each of the 3 prompts;"}[n_prompts]
-    with pytest.raises(InputError, match=re.escape(expected)) as caught:
-        bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair_of(n_prompts))
+    match = re.escape("expected 1, or one for each of the 3 prompts;")
+    with pytest.raises(InputError, match=match) as caught:
+        bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair)
     assert len(caught.value.reasons) == 2
     assert caught.match(re.escape("[[33, 34]]"))
     for bad in ({5}, {"a": 5}, None, 5.0, True, [[[5]]], torch.tensor([5.0]), b"w1"):
         with pytest.raises(InputError, match="expected a text, or a token ID from 0 to 30"):
-            bind(p.probability_diff(bad, 7), model, pair_of(n_prompts))
-    with pytest.raises(InputError, match="got 0 answers"):
-        bind(p.probability_diff([[]], 7), model, pair_of(n_prompts))
+            bind(p.probability_diff(bad, 7), model, pair)
 
 
 def test_answers_of_some_prompts_are_those_prompts(model):
@@ -209,27 +130,23 @@ def test_answers_of_some_prompts_are_those_prompts(model):
 
 # Unknown words
 
-UNKNOWN = {
-    "words": ("The keys kezs near, xyz", ["kezs", "xyz"]),
-    "bytes": ("the kezs <|endoftext|> né☃", []),
-    "sentencepiece": ("are  ! ake\u0301s is", ["!", "ake\u0301s"]),
-    "wordpiece": ("the are kers [UNK]  is\n", ["kers"]),  # spaces separate words
-    "letters": ("are xa're  is'n", ["xa're", "is'n"]),
-    "spaces": ("w1 are <unk> w2 xyz", ["are", "xyz"]),
-    "slow": ("the kers are <unk> kers", ["kers"]),
-}
 
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_words(name, tokenizers):
-    text, expected = UNKNOWN[name]
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("words", "The keys kezs near, xyz", ["kezs", "xyz"]),
+        ("bytes", "the kezs <|endoftext|> né☃", []),
+        ("sentencepiece", "are  ! ake\u0301s is", ["!", "ake\u0301s"]),
+        ("slow", "the kers are <unk> kers", ["kers"]),
+    ],
+)
+def test_unknown_words(name, text, expected, tokenizers):
     assert unknown_words(tokenizers[name], text) == expected
     assert unknown_words(tokenizers[name], "") == []
-    if not expected:
-        return
-    with pytest.raises(InputError, match=re.escape(repr(expected[0]))) as caught:
-        bind(p.probability(expected[0]), stub(tokenizers[name]), pair_of(1))
-    assert caught.match("the metric would read")
+    for word in expected[:1]:
+        with pytest.raises(InputError, match=re.escape(repr(word))) as caught:
+            bind(p.probability(word), stub(tokenizers[name]), pair_of(1))
+        assert caught.match("the metric would read")
 
 
 @pytest.mark.parametrize(
@@ -237,9 +154,7 @@ def test_unknown_words(name, tokenizers):
     [
         (("are", " is"), r"'are', and .*read <unk> instead.*: ' are' is one token"),
         ((" are", "xyz"), r"wrong: got 'xyz', .* or give a token"),
-        ((" are", " xyz"), r"got ' xyz', .*: choose a word of one token$"),
         ((" ", " is"), "got ' ', and the tokenizer does not know ' '"),
-        (("", " is"), "got '', which is 0 tokens"),
     ],
 )
 def test_an_unknown_answer_says_what_to_do(answers, words, english):
@@ -248,19 +163,15 @@ def test_an_unknown_answer_says_what_to_do(answers, words, english):
     bind(p.logit_diff(" are", "<unk>"), english, pair_of(1))  # <unk> itself is allowed
 
 
-OF_ENGLISH = {  # the parts of each text that small_english() reads as <unk>
-    "The keys near the cabinet": [],
-    "The keys near the cabinet ": [" "],
-    "The keys   near": ["  "],  # the third space is a part of " near"
-    "The keys near \n the": [" \n"],
-    "The keys\nnear": ["\n", "near"],  # "near" is only known with a space before it
-    "The kezs, kezs. né don't": ["kezs", "né", "don't"],
-}
-
-
-@pytest.mark.parametrize("text", OF_ENGLISH, ids=repr)
-def test_the_piece_that_is_unknown(text, english):
-    unknown = OF_ENGLISH[text]
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("The keys near the cabinet", []),
+        ("The keys   near", ["  "]),  # the third space is a part of " near"
+        ("The keys\nnear", ["\n", "near"]),  # "near" is only known with a space before it
+    ],
+)
+def test_the_piece_that_is_unknown(text, unknown, english):
     assert unknown_words(english.tokenizer, text) == unknown
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,33 +183,32 @@ def test_the_piece_that_is_unknown(text, english):
 
 # The space before an answer
 
-ARE = {  # the tokens with and without a space, each with its text, or None if no text gives it
-    "bytes": (("Ġare", " are"), ("are", "are")),
-    "sentencepiece": (("▁are", " are"), ("are", None)),
-}
 
-
-@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
-@pytest.mark.parametrize("right", [0, 1], ids=["space", "no space"])
-def test_a_space_more_or_less(name, right, tokenizers):
-    tokenizer = tokenizers[name]
-    model, pair = stub(tokenizer), pair_of(3)
-    ids = [tokenizer.convert_tokens_to_ids(piece) for piece, _ in ARE[name]]
+@pytest.mark.parametrize(
+    ("name", "right", "give"),
+    [
+        ("bytes", "Ġare", "give ' are'"),
+        ("bytes", "are", "give 'are'"),
+        ("sentencepiece", "are", "give token 2"),  # no text gives this token
+    ],
+)
+def test_a_space_more_or_less(name, right, give, tokenizers):
+    tokenizer, pair = tokenizers[name], pair_of(3)
+    model = stub(tokenizer)
+    pieces = {"bytes": ["Ġare", "are"], "sentencepiece": ["▁are", "are"]}[name]
+    right, *_ = tokenizer.convert_tokens_to_ids([right])
+    [wrong] = {*tokenizer.convert_tokens_to_ids(pieces)} - {right}
     untwinned = tokenizer.convert_tokens_to_ids("i")  # it has no version with a space
     metrics = {
         "correct": lambda a: p.logit_diff(a, untwinned),
         "wrong": lambda a: p.logit_diff(untwinned, a),
         "answer": p.log_probability,
-        "answer ": p.probability,
-        "correct ": lambda a: p.probability_diff([[a, untwinned]], "s"),
     }
-    if name == "sentencepiece":
-        metrics["correct "] = lambda a: p.probability_diff([[a, untwinned]], 10)
     for times, is_far in ((9.9, False), (10.1, True)):
         logits = torch.zeros(3, POS, len(tokenizer), dtype=torch.float64)
         # The geometric mean over three prompts exceeds the others by this factor.
-        logits[0, -1, ids[right]] = math.log(times) * 3
-        for answers, is_right in ((ids[right], True), (ids[1 - right], False)):
+        logits[0, -1, right] = math.log(times) * 3
+        for answers, is_right in ((right, True), (wrong, False)):
             for role, metric in metrics.items():
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
@@ -306,50 +216,33 @@ def test_a_space_more_or_less(name, right, tokenizers):
                     bind(metric(answers), model, pair)  # without a clean run
                 assert len(caught) == (is_far and not is_right), (role, times)
                 if caught:
-                    text = ARE[name][right][1]
-                    give = f"give token {ids[right]}" if text is None else f"give {text!r}"
-                    message = str(caught[0].message)
-                    assert give in message
-                    assert f"{role.strip()}: " in message
+                    assert give in str(caught[0].message)
+                    assert f"{role}: " in str(caught[0].message)
                     assert caught[0].filename == __file__
-
-
-def test_one_wrong_answer_among_many(tokenizers):
-    """Each answer is compared on its own prompt, and the message counts answers after the third."""
-    tokenizer = tokenizers["words"]
-    names = ["Mary", "John", "Paul", "Mark", "Sarah"]
-    ids = [tokenizer.convert_tokens_to_ids(f" {name}") for name in names]
-    logits = torch.zeros(5, POS, len(tokenizer))
-    logits[range(5), -1, ids] = 8.0
-    spaced = [f" {name}" for name in names]
-    with pytest.warns(InputWarning) as caught:
-        bind(p.probability([*spaced[:3], "Mark", spaced[4]]), stub(tokenizer), pair_of(5), logits)
-    assert re.findall("if you mean ' Mark', give '(.*)'", str(caught[0].message)) == [" Mark"]
-    with pytest.warns(InputWarning, match="and 2 more"):
-        bind(p.probability(names), stub(tokenizer), pair_of(5), logits)
 
 
 def test_an_answer_that_begins_like_the_models_answer(tokenizers):
     """Warn about " Mark" if the model answers " Mary", unless the metric has both answers."""
     tokenizer = tokenizers["words"]
-    answer, likely = (tokenizer.convert_tokens_to_ids(f" {name}") for name in ("Mark", "Mary"))
     logits = torch.zeros(1, POS, len(tokenizer))
-    logits[..., likely] = math.log(13)
-
-    def messages(metric):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            bind(metric, stub(tokenizer), pair_of(1), logits)
-        return [str(warning.message) for warning in caught]
-
-    for metric in (p.probability(" Mark"), p.logit_diff(" Mark", " John")):
-        [message] = messages(metric)
-        assert "' Mary' is 13 times as probable as ' Mark'" in message
-        assert "if you mean ' Mary', give ' Mary'" in message
-    for metric in (p.logit_diff(" Mark", " Mary"), p.logit_diff(" John", " Mark")):
-        assert messages(metric) == []
-    logits[..., answer] = math.log(2)  # 13 / 2 < 10
-    assert messages(p.probability(" Mark")) == []
+    logits[..., tokenizer.convert_tokens_to_ids(" Mary")] = math.log(13)
+    message = "' Mary' is 13 times as probable as ' Mark'.*if you mean ' Mary', give ' Mary'"
+    with pytest.warns(InputWarning, match=message):
+        bind(p.logit_diff(" Mark", " John"), stub(tokenizer), pair_of(1), logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bind(p.logit_diff(" Mark", " Mary"), stub(tokenizer), pair_of(1), logits)
+        logits[..., tokenizer.convert_tokens_to_ids(" Mark")] = math.log(2)  # 13 / 2 < 10
+        bind(p.probability(" Mark"), stub(tokenizer), pair_of(1), logits)
+    # Each answer is compared on its own prompt, and the message counts answers after the third.
+    spaced = [f" {name}" for name in ("Mary", "John", "Paul", "Mark", "Sarah")]
+    logits = torch.zeros(5, POS, len(tokenizer))
+    logits[range(5), -1, tokenizer.convert_tokens_to_ids(spaced)] = 8.0
+    one, all_wrong = [*spaced[:3], "Mark", spaced[4]], [name.strip() for name in spaced]
+    with pytest.warns(InputWarning, match="if you mean ' Mark', give ' Mark'"):
+        bind(p.probability(one), stub(tokenizer), pair_of(5), logits)
+    with pytest.warns(InputWarning, match="and 2 more"):
+        bind(p.probability(all_wrong), stub(tokenizer), pair_of(5), logits)
 
 
 # Every entry point warns once
@@ -362,17 +255,17 @@ KNOWN, ODD = (
 SITES = ["L0H1", "L1N7"]
 
 
-def faithfulness(model, contrast):
-    sites = p.Sites([f"L0H{i}" for i in range(4)] + SITES[1:], "all")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ranking = p.attribution(model, replace(contrast), sites=sites)
-    return circuits.faithfulness(model, contrast, ranking, n_random=0, shares=(0.1, 1.0))
+def chat(model, contrast):
+    model.tokenizer.chat_template = "{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    try:
+        chat_tokens(model, texts(contrast))
+    finally:
+        model.tokenizer.chat_template = None
 
 
-def discovered(model, contrast):
-    search = circuits.Search(n_random=0)
-    return circuits.discover(model, contrast, sites=p.Sites(SITES, "all"), search=search)
+def with_means(model, contrast):
+    with p.ablated(model, SITES, to="mean", prompts=texts(contrast)):
+        pass
 
 
 def repeated(model, contrast):
@@ -380,37 +273,21 @@ def repeated(model, contrast):
     return p.activation_patch(model, three, sites=LAST, work=Work(prompts_at_once=1))
 
 
-def generated(model, contrast):
-    with p.ablated(model, SITES, to="mean", prompts=texts(contrast)):
-        pass
-
-
 def texts(contrast):
     return [contrast.clean, contrast.corrupted]
 
 
-def alone(contrast):
-    return replace(contrast, corrupted=None)
-
-
 LAST = p.Sites(SITES, -1)
+
+
 ENTRIES = {
     "patch": lambda m, c: p.activation_patch(m, c, sites=LAST),
     "some prompts at once": repeated,
-    "ablation": lambda m, c: p.activation_patch(m, alone(c), sites=LAST, direction="zero"),
-    "attribution": lambda m, c: p.attribution(m, c, sites=SITES),
-    "paths": lambda m, c: p.path_patch(m, c, p.Edges("L0H1@-1", "L1N7")),
-    "graph": lambda m, c: circuits.attribution_graph(m, alone(c), top=3),
-    "graph of a difference": lambda m, c: circuits.attribution_graph(m, c, top=3),
-    "expansion": lambda m, c: circuits.path_expansion(m, alone(c)).effects(),
-    "discover": discovered,
-    "faithfulness": faithfulness,
 }
 TEXT_ALONE = {
-    "pair": lambda m, c: c.pair(m),
-    "mean": generated,
+    "mean": with_means,
+    "chat": chat,
     "neurons": lambda m, c: neurons.top_examples(m, ["L0N5"], neurons.Corpus(texts(c) * 2)),
-    "sources": lambda m, c: circuits.score_sources(m, c.clean, "L0H1", query=2, key=0),
     "texts": lambda m, c: token_texts(m, c.clean),
 }
 
@@ -436,25 +313,3 @@ def test_every_entry_point_warns_once(entry, english):
     if entry in ENTRIES:
         assert "correct: ' Mary', with a leading space" in messages[1]
         assert "wrong: ' John'" in messages[1]
-
-
-def test_a_chat_warns(english):
-    english.tokenizer.chat_template = "{% for m in messages %} {{ m['content'] }}{% endfor %}"
-    try:
-        with pytest.warns(InputWarning, match="'kezs' in prompt 1 'The kezs'") as caught:
-            chat_tokens(english, ["The key", "The kezs"])
-    finally:
-        english.tokenizer.chat_template = None
-    assert len(caught) == 1
-
-
-def test_the_command_line_prints_warnings(tmp_path):
-    clean, corrupted = ODD
-    answers = ["--answer", "Mary", "--wrong", "John", "--sites", "heads", "--positions", "-1"]
-    prompts = ["--clean", clean, "--corrupted", corrupted, "--out", str(tmp_path / "sweep.csv")]
-    result = CliRunner().invoke(app, ["patch", "small-english", *prompts, *answers])
-    assert result.exit_code == 0, result.output
-    shown = result.stderr
-    assert shown.count("warning: ") == shown.count("'kezs' in ") == 2
-    assert "give ' Mary'" in shown
-    assert "input_warnings.py" not in shown

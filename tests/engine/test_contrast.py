@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import warnings
 import weakref
 from dataclasses import replace
@@ -17,7 +16,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast
 from attn_only_lens import patching as p
-from attn_only_lens.engine.contrast import contrast_reasons
 from attn_only_lens.engine.prompts import prompt_pair, single_prompts
 from attn_only_lens.errors import CheckpointError, InputError, InputWarning, UnsupportedCallError
 
@@ -39,44 +37,34 @@ def model(tmp_path):
 # Construction
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reasons"),
-    [
-        (
-            (7, {"w1"}, 3),
-            [
-                "clean: got an int; expected a text, a list of texts, or tokens",
-                "corrupted: got a set; expected a text",
-                "got an int as metric; expected a metric such as logit_diff",
-            ],
-        ),
-        ((None, None, METRIC), ["clean: got a NoneType; expected a text"]),
-        (([[3, 5]], "w1", METRIC), ["clean: got a list; expected .* or tokens in a tensor"]),
-        ((["w1", 5], ["w1", "w2"], METRIC), ["clean: got a list"]),
-        (([], torch.zeros(0, 3), METRIC), ["clean: got no prompts", "corrupted: got no prompts"]),
-        ((["w1"] * 3, ["w2"], METRIC), ["got 3 clean and 1 corrupted prompts; expected the same"]),
-        ((tokens(batch=3), "w2", METRIC), ["got 3 clean and 1 corrupted prompts"]),
-    ],
-)
-def test_refused_with_every_reason(arguments, reasons):
-    for more in ([], ["roles: got a list; expected a dict from names to positions"]):
-        with pytest.raises(InputError) as caught:
-            Contrast(*arguments, roles=["end"] if more else {})
-        assert len(caught.value.reasons) == len(reasons + more)
-        for reason in reasons + more:
-            assert caught.match(reason)
+def test_refused_with_every_reason():
+    with pytest.raises(InputError) as caught:
+        Contrast(7, {"w1"}, 3, roles=["end"])
+    assert len(caught.value.reasons) == 4
+    for reason in (
+        "clean: got an int; expected a text, a list of texts, or tokens",
+        "corrupted: got a set; expected a text",
+        "got an int as metric; expected a metric such as logit_diff",
+        "roles: got a list; expected a dict from names to positions",
+    ):
+        assert caught.match(reason)
+    for clean, corrupted, reason in (
+        ([[3, 5]], "w1", "clean: got a list; expected .* or tokens in a tensor"),
+        ([], torch.zeros(0, 3), "(?s)clean: got no prompts.*corrupted: got no prompts"),
+        (["w1"] * 3, ["w2"], "got 3 clean and 1 corrupted prompts; expected the same"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            Contrast(clean, corrupted, METRIC)
 
 
 def test_prompts_of_every_form():
     text, rows = "w1 w2", tokens(batch=3)
     for prompts, n in (
         (text, 1),
-        ([text], 1),
         ([text] * 3, 3),
         (rows, 3),
         (rows[0], 1),
         (list(rows), 3),
-        (rows.numpy(), 3),
         (rows.numpy().astype(np.uint8), 3),
     ):
         assert len(Contrast(prompts, None, METRIC)) == len(Contrast(prompts, prompts, METRIC)) == n
@@ -85,31 +73,11 @@ def test_prompts_of_every_form():
     contrast = Contrast(texts, texts, METRIC)
     texts.append("w3")
     assert contrast.clean == (text,)
-
-
-def test_a_metric_is_a_function_or_has_answers():
-    assert (PAIR.answers, PAIR.wrong) == (((5,),), ((7,),))
-    plain = replace(PAIR, metric=lambda logits: logits[:, -1, 3])
-    assert (plain.answers, plain.wrong) == ((), ())
-    assert replace(PAIR, metric=p.probability(["w1", "w2"])).answers == (("w1",), ("w2",))
-
-
-def test_the_repr_shows_the_first_pair():
     assert repr(PAIR) == (
         "Contrast(2 pairs; logit_diff(5, 7); subject, end)\n  'w1 w2 w3'\n  'w1 w5 w3'"
     )
-    one = Contrast(torch.tensor([3, 5]), None, p.loss(), name="task", dropped={"too long": 2})
-    assert repr(one) == "Contrast(task: 1 prompt; loss; 2 dropped: too long)\n  tokens [3, 5]"
-    for long in ("w1 " * 10**4, torch.arange(10**4)):
-        assert 50 < len(repr(Contrast(long, long, METRIC))) < 500
-
-
-def test_what_is_no_contrast_of_two_runs():
-    assert contrast_reasons(PAIR) == contrast_reasons(OF_ONE, both=False) == []
-    (reason,) = contrast_reasons("w1 w2")
-    assert reason == "got a str; expected Contrast(clean, corrupted, metric)"
-    (reason,) = contrast_reasons(OF_ONE)
-    assert "without corrupted prompts; expected both" in reason
+    assert len(repr(Contrast("w1 " * 10**4, None, METRIC))) < 500
+    assert (PAIR.answers, PAIR.wrong) == (((5,),), ((7,),))
 
 
 # The tokens in a model
@@ -129,12 +97,9 @@ def test_a_pair_is_that_of_its_prompts(model):
     require_same(alone, single_prompts(model, CLEAN, roles=PAIR.roles))
     assert alone.corrupted is alone.clean
     assert not torch.equal(pair.corrupted, pair.clean)  # control
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    of_tokens = Contrast(tokens(pos=3), tokens(1, pos=3), METRIC, mask=mask).pair(model)
-    require_same(of_tokens, prompt_pair(model, tokens(pos=3), tokens(1, pos=3), mask))
 
 
-def test_a_pair_is_made_once_for_each_model(model, tmp_path):
+def test_a_pair_is_made_once_for_each_model(model):
     other = bridges.boot("gpt2")
     other.tokenizer, other.cfg.tokenizer_prepends_bos = model.tokenizer, True
     pair, of_other = PAIR.pair(model), PAIR.pair(other)
@@ -146,84 +111,65 @@ def test_a_pair_is_made_once_for_each_model(model, tmp_path):
     del other, of_other
     gc.collect()
     assert reference() is None
-
-
-def another_tokenizer(model, folder):
-    model.tokenizer = tiny_tokenizer(D_VOCAB - 2, folder / "another")
-
-
-def pad_on_the_left(model, folder):
-    model.tokenizer.padding_side = "left"
-
-
-def another_padding(model, folder):
-    model.tokenizer.pad_token = "<eos>"
-
-
-def without_bos(model, folder):
-    model.cfg.default_prepend_bos = False
+    copied = copy.deepcopy(PAIR)
+    assert copied.pair(model) is not pair
+    assert torch.equal(copied.pair(model).clean, pair.clean)
+    part = pair.of_prompts([1])
+    assert part.select(part.roles["subject"]) == [1]
+    assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
 
 
 @pytest.mark.parametrize(
-    "change", [another_tokenizer, pad_on_the_left, another_padding, without_bos]
+    "change",
+    [
+        lambda model: setattr(model.tokenizer, "padding_side", "left"),
+        lambda model: setattr(model.tokenizer, "pad_token", "<eos>"),
+        lambda model: setattr(model.cfg, "default_prepend_bos", False),
+    ],
 )
-def test_a_pair_is_made_again_if_texts_are_read_otherwise(change, model, tmp_path):
+def test_a_pair_is_made_again_if_texts_are_read_otherwise(change, model):
     contrast = replace(PAIR)
     pair = contrast.pair(model)
-    change(model, tmp_path)
+    change(model)
     again = contrast.pair(model)
-    assert again is not pair
     require_same(again, prompt_pair(model, CLEAN, CORRUPTED, roles=PAIR.roles))
-    if change is not another_tokenizer:
-        assert not torch.equal(again.clean, pair.clean)
+    assert not torch.equal(again.clean, pair.clean)
     assert contrast.pair(model) is again
 
 
-def test_a_pair_is_made_again_on_another_device(model):
+def test_a_pair_is_made_again_for_another_tokenizer_or_device(model, tmp_path):
+    contrast = replace(PAIR)
+    pair = contrast.pair(model)
+    model.tokenizer = tiny_tokenizer(D_VOCAB - 2, tmp_path / "another")
+    assert contrast.pair(model) is not pair
     contrast = Contrast(tokens(), None, METRIC)  # a pair cannot be compared on this device
     pair = contrast.pair(model)
     model.to("meta")
     again = contrast.pair(model)
     assert (pair.clean.device.type, again.clean.device.type) == ("cpu", "meta")
-    assert contrast.pair(model) is again
 
 
-def test_a_subset_has_the_roles_of_all_prompts(model):
-    part = PAIR.pair(model).of_prompts([1])
-    assert part.roles == PAIR.roles
-    assert part.select(part.roles["subject"]) == [1]
-    assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
-
-
-def test_padding_is_tested_with_each_call(model, monkeypatch):
-    """The model may have changed after its first analysis."""
-    PAIR.pair(model)
-    name = "attn_only_lens.engine.prompts.ignores_padding"
-    monkeypatch.setattr(name, lambda model, side: False)
-    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
-        PAIR.pair(model)
-    one = replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1], roles={})
-    one.pair(model)  # without padding
-
-
-def test_refusals_and_warnings_are_those_of_prompts(model):
+def test_refusals_and_warnings_are_those_of_prompts(model, monkeypatch):
     with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transform"):
         PAIR.pair("gpt2")
     with pytest.raises(InputError, match="prompt 0 has 4 clean tokens"):
         replace(PAIR, corrupted=("w1", "w2")).pair(model)
-    with pytest.raises(InputError, match="got a mask with texts"):
-        replace(PAIR, mask=torch.ones(2, 4)).pair(model)
-    with pytest.raises(InputError, match="identical prompts"):
-        replace(PAIR, corrupted=CLEAN).pair(model)
     odd = replace(PAIR, clean=("w1 odd w3", "w8 w9"))
     with pytest.warns(InputWarning, match="'odd' in clean prompt 0 'w1 odd w3'"):
         odd.pair(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         odd.pair(model)  # a contrast warns once for each model
+    # Padding is tested with each call: the model may have changed after its first analysis.
+    PAIR.pair(model)
+    name = "attn_only_lens.engine.prompts.ignores_padding"
+    monkeypatch.setattr(name, lambda model, side: False)
+    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
+        PAIR.pair(model)
+    replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1], roles={}).pair(model)  # no padding
 
 
-@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: x.numpy().copy(), lambda x: [*x]])
+@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: [*x]])
 def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     given, mask = of(tokens(1)), torch.ones(tokens(1).shape)
     some = Contrast(given, tokens(2), METRIC, mask=mask)
@@ -233,22 +179,6 @@ def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     pair = some.pair(model)
     assert torch.equal(pair.clean, tokens(1))
     assert pair.real.all()
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_copies_keep_no_pairs(copied, model):
-    some = replace(PAIR, metric=_last_logit)
-    pair = some.pair(model)
-    other = copied(some)
-    assert repr(other) == repr(some)
-    assert other.pair(model) is not pair
-    assert torch.equal(other.pair(model).clean, pair.clean)
-
-
-def _last_logit(logits):
-    return logits[:, -1, 5]
 
 
 # Files
@@ -268,13 +198,10 @@ METRICS = [
 @pytest.mark.parametrize(
     "more",
     [
-        {"clean": "The \n\t日 keys", "corrupted": None},
-        {"clean": ["a", "b", "c"], "corrupted": ("d", "e", "f"), "roles": {"x": [2, -1, 0]}},
+        {"clean": ["a \n\t日", "b", "c"], "corrupted": ("d", "e", "f"), "roles": {"x": [2, -1, 0]}},
         {"clean": ROWS, "corrupted": ROWS + 1, "mask": ROWS > 3, "dropped": {"too long": 3}},
-        {"clean": ROWS.numpy().astype(np.uint8), "corrupted": ROWS, "mask": (ROWS > 3).numpy()},
         {"clean": ROWS[0], "corrupted": ROWS[0].numpy(), "roles": {"x": np.int64(2)}},
         {"clean": [ROWS[0], ROWS[1, :2], ROWS[2, :2]], "corrupted": None, "name": "é"},
-        {"clean": list(ROWS), "corrupted": list(ROWS), "roles": {"x": torch.tensor([1, 2, 3])}},
     ],
 )
 def test_a_contrast_is_read_back(more, tmp_path):
@@ -293,16 +220,7 @@ def test_a_contrast_is_read_back(more, tmp_path):
             assert plain(getattr(again, name)) == plain(getattr(contrast, name))
         assert again.metric.identity() == metric.identity()
         assert (again.answers, again.wrong) == (contrast.answers, contrast.wrong)
-        assert repr(again).splitlines()[0] == repr(contrast).splitlines()[0]
     assert [path.name for path in tmp_path.iterdir()] == ["contrast.json"]
-
-
-def test_a_loaded_contrast_has_the_same_runs(model, tmp_path):
-    for contrast in (PAIR, Contrast(ROWS, ROWS + 1, METRIC, mask=torch.ones(3, ROWS.shape[1]))):
-        contrast.save(tmp_path / "contrast.json")
-        pairs = [one.pair(model) for one in (contrast, Contrast.load(tmp_path / "contrast.json"))]
-        for name in ("clean", "corrupted", "real", "last"):
-            assert torch.equal(*(getattr(pair, name) for pair in pairs))
 
 
 def test_a_function_is_stored_by_its_name(tmp_path):
@@ -310,50 +228,32 @@ def test_a_function_is_stored_by_its_name(tmp_path):
         return logits[:, -1].max()
 
     path = tmp_path / "contrast.json"
-    for metric in (largest, p.custom(largest), p.custom(largest, version="1")):
+    # A function with the name of one of the package's metrics is still a function.
+    for metric in (largest, p.custom(largest, name="loss", version="1")):
         replace(PAIR, metric=metric).save(path)
-        with pytest.raises(InputError, match="only the name of its metric, largest, a function; "):
+        with pytest.raises(InputError, match=r"only the name of its metric, .*, a function; "):
             Contrast.load(path)
-        assert Contrast.load(path, largest).metric is largest
         with pytest.raises(InputError, match=r"got the metric logit_diff\(5, 7\); expected"):
             Contrast.load(path, METRIC)
-    # A function with the name of one of the package's metrics is still a function.
-    for name in ("loss", "kl", METRIC.name, "logit_diff"):
-        replace(PAIR, metric=p.custom(largest, name=name, version="1")).save(path)
-        with pytest.raises(InputError, match="a function; expected metric="):
-            Contrast.load(path)
+    replace(PAIR, metric=largest).save(path)
+    assert Contrast.load(path, largest).metric is largest
     PAIR.save(path)
     assert Contrast.load(path, METRIC).metric is METRIC
     with pytest.raises(InputError, match="got the metric largest; expected logit_diff"):
         Contrast.load(path, largest)
 
 
-def test_what_json_cannot_store_is_refused(tmp_path):
-    for contrast, match in (
-        (replace(PAIR, name=7), r"contrast\.name: got 7; expected str"),
-        (replace(PAIR, metric=p.logit_diff(0.5, 7)), "answers.* got 0.5"),
-        (replace(PAIR, mask="x"), "mask: got 'x'"),
-        (Contrast(ROWS * 0.5, ROWS, METRIC), "clean"),
-    ):
-        with pytest.raises(CheckpointError, match=match):
-            contrast.save(tmp_path / "contrast.json")
-        assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("path_to", "value", "match"),
     [
+        (("name",), 7, r"contrast\.name: got 7; expected str"),
         (("metric", "version"), "7", "logit_diff.*, version 7, .*: use the release that wrote"),
         (("metric", "answers"), [[[5]], [[9]]], r"has the metric logit_diff\(5, 7\)"),
-        (("metric", "answers"), [[[5]]], r"has the metric logit_diff\(5, 7\)"),
         (("metric", "kind"), "entropy", r"has the metric logit_diff\(5, 7\)"),
         (("metric", "answers"), [[[0.5]], [[7]]], "expected int"),
         (("clean",), ["w1"], "(?s)holds no contrast: .*got 1 clean and 2 corrupted prompts"),
-        (("clean",), [], "(?s)holds no contrast: .*expected the same number"),
         (("roles", "subject"), [1, 2, 3], "(?s)holds no contrast: .*subject: got 3 positions"),
-        (("roles",), {"all": 3, "": 1}, "(?s)holds no contrast: .*role 'all'.*role ''"),
         (("mask",), [[1, 1], [1]], "holds no contrast"),
-        (("dropped", "x"), "y", r"dropped\.x: got 'y'; expected int"),
         (("more",), 3, "holds no contrast: .*more"),
     ],
 )
@@ -368,15 +268,3 @@ def test_files_that_another_program_wrote_are_refused(path_to, value, match, tmp
     rewrite(tmp_path / "contrast.json", change)
     with pytest.raises(CheckpointError, match=match):
         Contrast.load(tmp_path / "contrast.json")
-
-
-def test_other_files_are_refused(tmp_path):
-    PAIR.save(tmp_path / "a.json")
-    rewrite(tmp_path / "a.json", format="attn_only_lens.Circuit")
-    with pytest.raises(CheckpointError, match=r"which circuits\.Circuit\.load opens; expected"):
-        Contrast.load(tmp_path / "a.json")
-    rewrite(tmp_path / "a.json", format="attn_only_lens.Contrast", format_version=2)
-    with pytest.raises(CheckpointError, match="has format version 2, but this attn-only-lens"):
-        Contrast.load(tmp_path / "a.json")
-    with pytest.raises(CheckpointError, match="is missing"):
-        Contrast.load(tmp_path / "b.json")

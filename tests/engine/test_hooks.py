@@ -5,19 +5,15 @@ import pandas as pd
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from common import needs_transformer_lens_4
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_only_lens import Contrast, circuits, compare, expose_neuron_heads, grow, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks
 from attn_only_lens.errors import ComparisonError, InputError
 
-pytestmark = [
-    pytest.mark.both_versions,
-    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS = 7
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -44,32 +40,25 @@ HOOKED = {
     "backward": lambda model: model.blocks[1].mlp.register_full_backward_hook(look),
     "backward pre": lambda model: model.blocks[1].mlp.register_full_backward_pre_hook(look),
 }
-RUNS = {
-    "sweep": sweep,
-    "attribution": lambda model: p.attribution(model, PAIR, sites=SITES),
-    "graph": lambda model: circuits.attribution_graph(model, PAIR, top=3),
-    "discover": lambda model: circuits.discover(model, PAIR, sites=SITES),
-}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_hooks_of_torch_modules_are_refused_by_name(run):
-    model = exposed()
-    RUNS[run](model)
-    for attach in HOOKED.values():
-        handle = attach(model)
-        with pytest.raises(InputError, match=r"blocks\.1\.mlp\b.*remove"):
-            RUNS[run](model)
-        handle.remove()
-    RUNS[run](model)
-
-
-def test_they_are_refused_by_faithfulness_and_compare():
+def test_hooks_of_torch_modules_are_refused_by_name():
     model = exposed()
     ranking = p.attribution(model, PAIR, sites=SITES)
-    HOOKED["forward"](model)
-    with pytest.raises(InputError, match=r"blocks\.1\.mlp\b"):
-        circuits.faithfulness(model, PAIR, ranking)
+    for attach in HOOKED.values():
+        with attach(model), pytest.raises(InputError, match=r"blocks\.1\.mlp\b.*remove"):
+            sweep(model)
+    sweep(model)
+    runs = (
+        lambda: p.attribution(model, PAIR, sites=SITES),
+        lambda: circuits.attribution_graph(model, PAIR, top=3),
+        lambda: circuits.discover(model, PAIR, sites=SITES),
+        lambda: circuits.faithfulness(model, PAIR, ranking),
+    )
+    with HOOKED["forward"](model):
+        for run in runs:
+            with pytest.raises(InputError, match=r"blocks\.1\.mlp\b"):
+                run()
     source = pretrained.modular_addition()
     grown = grow(source, d_mlp=517, seed=0)
     grown.model.blocks[0].mlp.register_forward_hook(look)
@@ -90,7 +79,8 @@ def test_hooks_everywhere_are_refused_unless_they_count():
         pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.both_versions
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_hooks_of_libraries_are_not_refused(name):
     plain = exposed(name)
     expected = sweep(plain).to_frame()
@@ -109,20 +99,3 @@ def test_hooks_of_libraries_are_not_refused(name):
     # Control: a user's hook next to the libraries' hooks is found.
     recorded.original_model.register_forward_hook(look)
     assert find_hooks(recorded).users == ("original_model",)
-
-
-@needs_transformer_lens_4
-def test_what_shows_parts_without_a_module_is_transformer_lens_own():
-    model = exposed("bert")
-    hooks = find_hooks(model)
-    assert not hooks.users
-    assert not hooks.internal
-    assert sorted(hooks.placeholders) == [
-        f"blocks.{layer}.mlp.{point}"
-        for layer in (0, 1)
-        for point in ("in.hook_in", "out.hook_out")
-    ]
-    # The message does not advise reset_hooks, which would also remove TransformerLens' hooks.
-    model.add_hook("blocks.1.hook_resid_pre", look, is_permanent=True)
-    (reason,) = hook_reasons(model)
-    assert "remove them first: model.reset_hooks" not in reason

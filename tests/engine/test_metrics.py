@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import bridges
+import numpy as np
 import pytest
 import torch
 from common import tokens
@@ -54,99 +55,72 @@ def softmax(row):
     return [math.exp(x) / total for x in row]
 
 
-def at_last(run):
-    return [run[i, LAST[i]].tolist() for i in range(BATCH)]
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
-
-
-def by_hand_kl(run, clean):
-    rows = zip(map(softmax, at_last(clean)), map(softmax, at_last(run)), strict=True)
-    return mean(sum(c * math.log(c / q) for c, q in zip(*row, strict=True)) for row in rows)
-
-
 CLEAN = logits_of(99, sites=1)[0]
+CLEAN_ODDS = [softmax(CLEAN[i, LAST[i]].tolist()) for i in range(BATCH)]
+TEXTS = ["w1", "w9", "w3"]  # w0 is token 4, after four special tokens
+SETS = [[2, 3], (5,), ["w1", 7]], [[11], torch.tensor([2, 13, 3]), range(17, 18)]
+TOKENS = [[2, 3], [5], [5, 7]], [[11], [2, 13, 3], [17]]
+# Each metric, and its value of prompt i by hand, of the prompt's logits [pos][token] as lists.
 BY_HAND = {
     "logit_diff": (
-        p.logit_diff(CORRECT, torch.tensor(WRONG)),
-        lambda run: mean(
-            row[c] - row[w] for row, c, w in zip(at_last(run), CORRECT, WRONG, strict=True)
-        ),
+        p.logit_diff(np.array(CORRECT), [torch.tensor([7]), np.int64(11), 2]),
+        lambda i, run: run[-1][CORRECT[i]] - run[-1][WRONG[i]],
     ),
-    "one answer for all": (
-        p.logit_diff(17, 19),
-        lambda run: mean(row[17] - row[19] for row in at_last(run)),
-    ),
-    "texts": (
-        p.logit_diff("w1", ["w9", "w3", "w4"]),  # w0 is token 4, after four special tokens
-        lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
-    ),
+    "texts": (p.logit_diff(17, TEXTS), lambda i, run: run[-1][17] - run[-1][[5, 13, 7][i]]),
     "probability_diff": (
-        p.probability_diff([[2, 3], [5], ["w1", 7]], [[11], [2, 13, 3], [17]]),
-        lambda run: mean(
-            sum(row[c] for c in right) - sum(row[w] for w in wrong)
-            for row, right, wrong in zip(
-                map(softmax, at_last(run)),
-                ([2, 3], [5], [5, 7]),
-                ([11], [2, 13, 3], [17]),
-                strict=True,
-            )
+        p.probability_diff(*SETS),
+        lambda i, run: sum(
+            sign * softmax(run[-1])[t]
+            for sign, of_prompts in zip((1, -1), TOKENS, strict=True)
+            for t in of_prompts[i]
         ),
     ),
-    "probability": (
-        p.probability(CORRECT),
-        lambda run: mean(softmax(row)[c] for row, c in zip(at_last(run), CORRECT, strict=True)),
-    ),
-    "log_probability": (
-        p.log_probability(CORRECT),
-        lambda run: mean(
-            math.log(softmax(row)[c]) for row, c in zip(at_last(run), CORRECT, strict=True)
+    "probability": (p.probability(CORRECT), lambda i, run: softmax(run[-1])[CORRECT[i]]),
+    "log_probability": (p.log_probability(3), lambda i, run: math.log(softmax(run[-1])[3])),
+    "kl": (
+        p.kl(),
+        lambda i, run: sum(
+            c * math.log(c / q) for c, q in zip(CLEAN_ODDS[i], softmax(run[-1]), strict=True)
         ),
     ),
-    "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
-    "custom": (
-        lambda logits: logits[:, -1, 3].mean(),
-        lambda run: mean(row[3] for row in at_last(run)),
-    ),
-    "custom, each": (
-        lambda logits: logits[:, -2, 3],
-        lambda run: mean(run[i, LAST[i] - 1, 3].item() for i in range(BATCH)),
-    ),
-    "custom number": (
-        p.custom(lambda logits: logits[:, -2:].max().item(), name="largest"),
-        lambda run: max(run[i, LAST[i] - 1 : LAST[i] + 1].max().item() for i in range(BATCH)),
-    ),
+    "custom": (lambda logits: logits[:, -1, 3].mean(), lambda i, run: run[-1][3]),
+    "custom, each": (lambda logits: logits[:, -2, 3], lambda i, run: run[-2][3]),
 }
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_by_hand(case, model, pair):
+def test_by_hand_with_gradients_that_are_differences(case, model, pair):
     metric, by_hand = BY_HAND[case]
     bound = bind(metric, model, pair, reference=CLEAN)
     logits = logits_of(0)
     values = bound.value(bound.select(logits))
-    expected = [by_hand(run) for run in logits]
-    assert values.shape == (SITES,)
+    expected = [
+        sum(by_hand(i, run[i, : LAST[i] + 1].tolist()) for i in range(BATCH)) / BATCH
+        for run in logits
+    ]
     assert values.tolist() == pytest.approx(expected, rel=EXACT, abs=EXACT)
     assert bound.of(logits[2]) == pytest.approx(expected[2], rel=EXACT, abs=EXACT)
     # Controls: sites have different values, and reading one position off gives another value.
     assert len(set(values.tolist())) == SITES
     shifted = bound.value(bound.select(logits.roll(1, dims=2)))
-    if case != "custom number":
-        assert (shifted - values).abs().min() > 1e-6
+    assert (shifted - values).abs().min() > 1e-6
+    # Gradients
+    run, direction = logits_of(3, sites=1)[0], logits_of(4, sites=1)[0]
+    require_differentiable(bound, run)
+    leaf, step = run.clone().requires_grad_(), 1e-5
+    bound.value(bound.select(leaf)[None]).sum().backward()
+    difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
+    # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
+    assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
+    assert abs(difference) > 1e-4
 
 
 @pytest.mark.parametrize(
     "fn",
     [
         lambda logits: logits[:, 6, 3],  # a real token of the longest prompt only
-        lambda logits: logits[:, 5, 3].mean(),  # a token of every prompt
         lambda logits: logits[:, :3].mean(),
         lambda logits: logits.max(),
-        lambda logits: (logits * torch.ones(BATCH, POS, 1)).nan_to_num().sum((1, 2)),
     ],
 )
 def test_positions_from_the_start_of_prompts_of_different_lengths(fn, model, pair):
@@ -166,10 +140,10 @@ def test_loss_is_transformer_lens(model, pair):
         logits = model(run, attention_mask=pair.mask)
         got = bound.of(logits)
         logs = logits.log_softmax(-1)
-        by_prompt = [
+        by_token = [
             -logs[i, t, pair.clean[i, t + 1]].item() for i in range(BATCH) for t in range(LAST[i])
         ]
-        assert got == pytest.approx(mean(by_prompt), rel=EXACT)
+        assert got == pytest.approx(sum(by_token) / len(by_token), rel=EXACT)
     # Without padding, it is TransformerLens' mean. Control: with padding, it differs from it.
     whole = prompt_pair(model, pair.clean, pair.corrupted)
     reference = model(pair.clean, return_type="loss").item()
@@ -177,69 +151,20 @@ def test_loss_is_transformer_lens(model, pair):
     assert abs(reference - bound.of(model(pair.clean))) > 1e-3
 
 
-def test_kl_is_zero_on_the_clean_run_alone_and_has_a_direction(model, pair):
+def test_kl_has_a_direction_and_half_precision_is_summed_in_float32(model, pair):
     bound = bind(p.kl(), model, pair, reference=CLEAN)
     shifted = logits_of(1, sites=1)[0]
     assert abs(bound.of(CLEAN)) < EXACT
-    assert bound.of(shifted) > 0.1
     swapped = bind(p.kl(), model, pair, reference=shifted).of(CLEAN)
     assert abs(swapped - bound.of(shifted)) > 1e-3
     barred = CLEAN.clone()
     barred[..., 5] = -torch.inf
     assert math.isfinite(bind(p.kl(), model, pair, reference=barred).of(shifted))
-
-
-@pytest.mark.parametrize("case", [c for c in BY_HAND if c != "custom number"])
-def test_gradients_are_differences(case, model, pair):
-    bound = bind(BY_HAND[case][0], model, pair, reference=CLEAN)
-    run = logits_of(3, sites=1)[0]
-    require_differentiable(bound, run)
-    leaf = run.clone().requires_grad_()
-    bound.value(bound.select(leaf)[None]).sum().backward()
-    direction, step = logits_of(4, sites=1)[0], 1e-5
-    difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
-    # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
-    assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
-    assert abs(difference) > 1e-4
-
-
-def test_half_precision_is_summed_in_float32(model, pair):
     bound = bind(p.log_probability(3), model, pair)
     half = logits_of(0).to(torch.bfloat16)
     got = bound.value(bound.select(half))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, bound.value(bound.select(half.float())))
-
-
-class Counter:
-    calls = 0
-
-    def __call__(self, logits):
-        self.calls += 1
-        return logits.mean() * self.calls
-
-
-def doubled(logits):
-    return logits.mul_(2.0).mean()
-
-
-BAD_CUSTOM = {
-    "remembers": (Counter(), "and then"),
-    "random": (lambda logits: logits.mean() + torch.rand(()), "and then"),
-    "in place": (doubled, "changes the logits"),
-    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
-    "flag": (lambda logits: True, "got True"),
-    "nothing": (lambda logits: None, "got None"),
-    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
-    "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CUSTOM)
-def test_a_function_that_is_no_metric(case, model, whole_pair):
-    fn, reason = BAD_CUSTOM[case]
-    with pytest.raises(InputError, match=reason):
-        bind(fn, model, whole_pair).of(CLEAN)
 
 
 def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
@@ -252,59 +177,60 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
         require_differentiable(root, CLEAN)
 
 
+class Counter:
+    calls = 0
+
+    def __call__(self, logits):
+        self.calls += 1
+        return logits.mean() * self.calls
+
+
 REFUSED = {
+    "remembers": (Counter(), "and then"),
+    "in place": (lambda logits: logits.mul_(2.0).mean(), "changes the logits"),
+    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
+    "nothing": (lambda logits: None, "got None"),
+    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
+    "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
     "other prompts": (
         p.probability_diff([[1], [4]], [[2], [], [3]]),
-        ["correct: got 2 answers", "wrong, prompt 1: got 0 answers"],
+        "(?s)correct: got 2 answers.*wrong, prompt 1: got 0 answers",
     ),
-    "answers twice": (
-        p.probability_diff([[1], [2, 2], [3]], [[4], [5], [3, 6]]),
-        [r"correct, prompt 1: got \[2, 2\]; expected each answer once"],
-    ),
+    "answers twice": (p.probability_diff([[2, 2]], 7), r"got \[2, 2\]; expected each answer once"),
     "right and wrong": (
         p.probability_diff([[1], [2], [3]], [[4], [5], [3, 6]]),
-        [r"same token for prompts \[2\]"],
+        r"same token for prompts \[2\]",
     ),
-    "two tokens": (p.probability("w1 w2"), [r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"]),
-    "no token": (p.probability(""), ["0 tokens"]),
-    "range": (p.logit_diff(41, -1), ["correct: got 41; .*0 to 40", "wrong: got -1"]),
-    "kind": (p.logit_diff(True, 2.0), ["correct: got True", "wrong: got 2.0"]),
-    "count": (p.log_probability([1, 2]), ["got 2 answers; expected 1, or one for"]),
-    "none": (p.log_probability([]), ["got 0 answers"]),
-    "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), [r"same token for prompts \[1, 2\]"]),
-    "no reference": (p.kl(), ["got reference None"]),
+    "two tokens": (p.probability("w1 w2"), r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"),
+    "range": (p.logit_diff(41, -1), "(?s)correct: got 41; .*0 to 40.*wrong: got -1"),
+    "kind": (p.logit_diff(True, 2.0), "(?s)correct: got True.*wrong: got 2.0"),
+    "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), r"same token for prompts \[1, 2\]"),
+    "no reference": (p.kl(), "got reference None"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, model, pair):
-    metric, patterns = REFUSED[case]
-    with pytest.raises(InputError) as caught:
-        bind(metric, model, pair)
-    assert len(caught.value.reasons) == len(patterns)
-    for pattern in patterns:
-        assert caught.match(pattern)
+def test_refused(case, model, whole_pair):
+    metric, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        bind(metric, model, whole_pair).of(CLEAN)
 
 
 def test_refused_otherwise(model, pair):
+    single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
+    small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))
     with pytest.raises(InputError, match="got an int"):
         p.custom(7)
     with pytest.raises(InputError, match="no tokenizer"):
         bind(p.probability("w1"), bridges.boot("gpt2"), pair)
     with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 41\]"):
         bind(p.kl(), model, pair, reference=CLEAN[:, :5])
-    single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
     with pytest.raises(InputError, match="no prompt has a second token"):
         bind(p.loss(), model, single)
-    small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))
     with pytest.raises(InputError, match="only for tokens 0 to 4"):
         bind(p.loss(), small, pair)
-
-
-def test_logits_of_another_shape_are_refused(model, pair):
-    bound = bind(p.logit_diff(CORRECT, WRONG), model, pair)
     with pytest.raises(InputError, match="ending in"):
-        bound.of(CLEAN[:2])
+        bind(p.logit_diff(CORRECT, WRONG), model, pair).of(CLEAN[:2])
 
 
 def test_a_constant_metric_is_refused():
@@ -314,7 +240,6 @@ def test_a_constant_metric_is_refused():
         (torch.float32, (2.0, 2.0 + 1e-7)),
         (torch.float32, (0.0, 0.0)),
         (torch.float32, (math.nan, 1.0)),
-        (torch.float32, (math.inf, 1.0)),
     ):
         with pytest.raises(InputError, match="equal up to rounding"):
             require_distinct(*values, dtype)

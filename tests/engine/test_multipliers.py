@@ -16,7 +16,7 @@ from attn_only_lens.engine import linear_rules, secants
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.engine.multipliers import metric_multiplier, run_both, secant_multipliers
+from attn_only_lens.engine.multipliers import run_both, secant_multipliers
 from attn_only_lens.errors import InputWarning, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -36,9 +36,9 @@ METRICS = {
 }
 EXACT = 1e-12
 SECANT, SPLIT = p.Estimate("secant", budget=0), p.Estimate("secant", budget=0, split=True)
-FAMILIES = [name for name in bridges.EVERY if name != "vit"]
+FAMILIES = ["gpt2", "gpt_neo", "neox", "llama", "granite", "gemma2", "olmo2", "bert", "native"]
 if HAS_HOOKED_TRANSFORMER:  # bridges run with 4
-    FAMILIES = ["converted gelu", "converted parallel", "exposed post_norm", "bilinear relu"]
+    FAMILIES = ["converted parallel", "exposed post_norm", "bilinear relu"]
 LAYOUTS = {
     "exposed": lambda model: expose_neuron_heads(model).model,
     "converted": convert,
@@ -128,24 +128,10 @@ def test_tokens_and_streams_add_up_to_the_change(family):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_tokens_add_up_to_the_change_of_every_metric(family, metric):
-    result, change = difference(made(family), METRICS[metric])
+def test_tokens_add_up_to_the_change_of_every_metric(metric):
+    result, change = difference(made("llama"), METRICS[metric])
     clean, corrupted = result.runs.stream.chunk(2)
     require_sum(result.stream * (clean - corrupted), change, EXACT, metric)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_tokens_add_up_in_float32(family):
-    model = model_of(family).to(torch.float32)
-    model.cfg.dtype = torch.float32
-    result, change = difference(model, METRICS["logit_diff"])
-    clean, corrupted = result.runs.stream.chunk(2)
-    terms = result.stream * (clean - corrupted)
-    assert terms.dtype == torch.float32
-    # The change is a difference of rounded logits.
-    size = size_of(terms) + float(result.runs.logits.abs().max())
-    assert abs(float(terms.double().sum()) - change) <= 1e-5 * size
 
 
 @pytest.mark.parametrize(
@@ -170,26 +156,16 @@ def test_the_parts_of_patterns_and_values_are_those_by_hand(family, kinds):
         assert abs(one_sided - expected[0]).max() > 1e-2 * abs(expected[0]).max()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_exchanging_the_runs_changes_only_the_sign(family):
-    model = model_of(family)
-    contrast, attributions = contrast_of(), []
-    swapped = replace(contrast, clean=contrast.corrupted, corrupted=contrast.clean)
-    for one in (contrast, swapped):
+def test_exchanging_the_runs_changes_only_the_sign():
+    """Before the first token that differs, there is nothing."""
+    model, contrast, attributions = made("llama"), contrast_of(), []
+    for one in (contrast, replace(contrast, clean=contrast.corrupted, corrupted=contrast.clean)):
         run = of_difference(model, one.pair(model), one.metric)
         attributions.append([run.attributions(i) for i in range(len(run.sublayers))])
     for first, second in zip(*attributions, strict=True):
-        assert torch.allclose(
-            first, -second, rtol=0, atol=EXACT * max(1.0, float(first.abs().max()))
-        )
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
-def test_before_the_first_token_that_differs_there_is_nothing(family):
-    model = model_of(family)
-    run = of_difference(model, pair_of(model), METRICS["logit_diff"])
-    for i in range(len(run.sublayers)):
-        assert float(run.attributions(i)[:, :2].abs().max()) <= EXACT
+        bound = EXACT * max(1.0, float(first.abs().max()))
+        assert torch.allclose(first, -second, rtol=0, atol=bound)
+        assert float(first[:, :2].abs().max()) <= EXACT
 
 
 @pytest.mark.parametrize("rule", ["norm_change", "softmax_change", "slope"])
@@ -222,7 +198,7 @@ def test_a_sum_that_fails_names_the_layer(monkeypatch):
         difference(model, METRICS["logit_diff"])
 
 
-def test_a_metric_without_a_rule_has_a_remainder():
+def test_a_metric_without_a_rule_has_a_remainder_and_half_precision_an_error():
     model = model_of("gpt2")
     metric = p.custom(lambda logits: logits[:, -1, 3].sinh().mean())
     result, change = difference(model, metric)
@@ -233,37 +209,20 @@ def test_a_metric_without_a_rule_has_a_remainder():
     assert result.total + result.remainder == pytest.approx(change)
     with pytest.warns(InputWarning, match="no exact secant rule"):
         p.attribution(model, contrast_of(metric), method=SECANT)
-
-
-def test_half_precision_is_computed_in_float32_and_its_error_is_said():
-    model = model_of("gpt2")  # a model without buffers that rounding would change
+    # A model in half precision is computed in float32.
     for one in model.parameters():
         one.data = one.data.bfloat16().double()
     wide = p.attribution(model, contrast_of(), method=SECANT)
     model.to(torch.bfloat16)
-    before = [one.clone() for one in model.parameters()]
     with pytest.warns(InputWarning, match="in the model's precision"):
         sweep = p.attribution(model, contrast_of(), method=SECANT)
     assert (sweep.effect - wide.effect).abs().max() <= 1e-4 * wide.effect.abs().max()
-    assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_metric_of_functions_with_rules_has_none():
-    model = model_of("gpt2")
-    pair = pair_of(model)
-    runs = run_both(model, pair)
-    clean, corrupted = runs.logits.chunk(2)
-    metric = p.custom(lambda logits: (logits[:, -1].softmax(-1)[:, 3] - logits[:, 0, 5]).mean())
-    bound = bind(metric, model, pair)
-    total = (metric_multiplier(bound, clean, corrupted) * (clean - corrupted)).sum()
-    assert abs(float(total) - bound.of(clean) + bound.of(corrupted)) <= EXACT
-
-
-@pytest.mark.parametrize("family", ["gpt2", "native"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_changes_nothing(family, side):
+def test_padding_changes_nothing(side):
     """A batch of two lengths has the same parts as its prompts, each run alone."""
-    model = model_of(family)
+    model = made("gpt2")
     clean = tokens(1, batch=2, pos=6)
     mask = torch.ones_like(clean)
     mask[0, slice(4, 6) if side == "right" else slice(0, 2)] = 0
@@ -291,65 +250,33 @@ def test_padding_changes_nothing(family, side):
 
 def test_nothing_is_left_on_the_model_and_its_weights_have_no_gradients():
     model = model_of("llama")
-
-    def hooks():
-        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
+    # A bridge attaches some hooks in its first run with hooks.
     model.run_with_hooks(tokens(), fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z)])
-    before = hooks()  # a bridge attaches some hooks in its first run with hooks
+    before = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     difference(model, METRICS["logit_diff"])
     with pytest.raises(RuntimeError, match="stop"):
         difference(model, p.custom(lambda logits: exec("raise RuntimeError('stop')")))
-    assert hooks() == before
+    assert before == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert all(parameter.grad is None for parameter in model.parameters())
     x = torch.ones(2, dtype=torch.float64)
     assert x.float().dtype == torch.float32  # no torch mode is left active
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "gpt2"])
-def test_what_a_sublayer_writes_after_its_own_norm_has_the_gradient_of_the_stream(name):
-    """The last output, after any norm (Gemma 2), has the same multiplier as the stream."""
-    model = made(name)
-    pair = pair_of(model)
-    runs = run_both(model, pair)
-    bound = bind(METRICS["logit_diff"], model, pair, runs.logits.chunk(2)[0])
-    names = ["blocks.1.hook_mlp_out", "blocks.1.hook_resid_post"]
-    multipliers = secant_multipliers(model, runs, bound, Tape(names)).gradients
-    written, after = (multipliers[name] for name in names)
-    assert after.abs().max() > 1e-3
-    assert (written - after).abs().max() < EXACT * after.abs().max()
-
-
-@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
-def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
-    runs = made(name), Contrast(tokens(1), tokens(2), p.logit_diff(3, 7))
-    scores = p.attribution(*runs, method=p.Estimate("secant", budget=3)).frame
-    exact = scores[scores["exact"]]
-    patched = p.activation_patch(*runs)
-    key = ["name", "position"]
-    both = exact.merge(patched.frame, on=key, suffixes=("", "_patched"))
-    assert 16 < len(both) == len(exact)
-    assert (both["value"] - both["value_patched"]).abs().max() < 1e-9
-
-
 @pytest.mark.both_versions
 @pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
-@pytest.mark.parametrize("option", ["use_split_qkv_input", "use_attn_in"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "option"), [("llama", "use_split_qkv_input"), ("gpt2", "use_attn_in")]
+)
 def test_heads_with_inputs_of_their_own(family, option):
     """These options only add hook points, for edge attribution patching."""
     model, one = model_of(family), contrast_of(batch=1)
-    alone = replace(one, corrupted=None)
     runs = (
         lambda: p.attribution(model, one, method="secant").frame,
-        lambda: p.attribution(model, one, part="k").frame,
         lambda: p.activation_patch(model, one, part="q").frame,
         lambda: p.path_patch(model, one, p.Edges(["L0H1", "L0N3"], ["L1H0", "L1N5"])).frame,
         lambda: circuits.attribution_graph(model, one, top=7).edges,
-        lambda: circuits.attribution_graph(model, alone, top=7).edges,
     )
     expected = [run() for run in runs]
     getattr(model, f"set_{option}")(True)
     for run, frame in zip(runs, expected, strict=True):
         pd.testing.assert_frame_equal(run(), frame, rtol=1e-9, atol=1e-12)
-        assert getattr(model.cfg, option)

@@ -1,18 +1,16 @@
 """Tests that analyses of one model in several threads have the results of one thread."""
 
 import threading
-import time
 
 import bridges
 import numpy as np
 import pytest
 from common import in_threads, tokens
-from torch import nn
 
 from attn_only_lens import Contrast, neurons, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, path_expansion
-from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
+from attn_only_lens.engine.one_thread import one_thread
 from attn_only_lens.models.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
@@ -51,23 +49,6 @@ def test_analyses_of_one_model_in_eight_threads():
     for results, alone in zip(in_threads(run, list(RUNS), times=1), expected, strict=True):
         for result in results:
             np.testing.assert_allclose(result, alone, rtol=0, atol=1e-10)
-
-
-def test_a_model_waits_only_for_itself():
-    a, b, inside, most = nn.Identity(), nn.Identity(), [], []
-    meet = threading.Barrier(2, timeout=60)
-
-    @one_thread_per_model
-    def counted(model, other):
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.001)
-        inside.pop()
-
-    in_threads(lambda models: counted(models[0], other=models[1]), [(a, b), (b, a)])
-    assert max(most) == 1
-    # Control: different models do not wait for each other.
-    in_threads(one_thread_per_model(lambda model: meet.wait()), [a, b])
 
 
 @pytest.mark.parametrize("method", ["effects", "paths"])

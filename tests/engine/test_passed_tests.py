@@ -9,7 +9,6 @@ import bridges
 import pytest
 import torch
 from common import HAS_HOOKED_TRANSFORMER, of_a_library
-from torch import nn
 
 from attn_only_lens import AttnOnlyLensError, Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -60,20 +59,10 @@ def norm_weight(model):
     return next(p for p in inner(model.ln_final)._parameters.values() if p is not None)
 
 
-def replace_weight(model):
-    norm = inner(model.ln_final)
-    name = next(iter(norm._parameters))
-    norm._parameters[name] = nn.Parameter(norm._parameters[name].detach().clone())
-
-
 CHANGES = {
     "a vector is written to through .data": lambda model: norm_weight(model).data.mul_(1.5),
-    "a plain attribute": lambda model: setattr(inner(model.ln_final), "multiplier", 0.5),
-    "a function": lambda model: setattr(inner(model.ln_final), "function", lambda x: x),
     "a weight is written to": lambda model: next(model.parameters()).detach().mul_(1.0),
-    "a weight is replaced": replace_weight,
     "a hook": lambda model: model.blocks[0].register_forward_hook(of_a_library(count_hook)),
-    "an option": lambda model: setattr(model.cfg, "tokenizer_prepends_bos", 7),
 }
 
 
@@ -91,7 +80,7 @@ def test_tests_run_once(kind):
 
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [("gpt2", change) for change in CHANGES] + [(KINDS[-1], "a weight is written to")],
+    [*(("gpt2", change) for change in CHANGES), (KINDS[-1], "a weight is written to")],
 )
 def test_a_changed_model_is_tested_again(kind, change):
     counted = Counted(kind)
@@ -99,6 +88,8 @@ def test_a_changed_model_is_tested_again(kind, change):
     CHANGES[change](counted.model)
     assert counted.sweep()[1] == n_first
     assert counted.sweep()[1] == n_second
+    with torch.autocast("cpu", torch.bfloat16), suppress(AttnOnlyLensError):
+        assert counted.sweep()[1] > n_second
 
 
 def test_metrics_of_other_columns_are_tested():
@@ -131,17 +122,8 @@ def test_a_model_is_not_kept_alive():
     assert reference() is None
 
 
-def test_autocast_is_tested():
-    counted = Counted("gpt2")
-    n_first, n_second = (counted.sweep()[1] for _ in range(2))
-    with torch.autocast("cpu", torch.bfloat16), suppress(AttnOnlyLensError):
-        assert counted.sweep()[1] > n_second
-    assert counted.sweep()[1] == n_first
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padded_prompts_are_always_tested(kind):
-    counted, mask = Counted(kind), torch.ones(2, 7, dtype=torch.long)
+def test_padded_prompts_are_always_tested():
+    counted, mask = Counted("gpt2"), torch.ones(2, 7, dtype=torch.long)
     mask[0, -2:] = 0
     # Only whether the model ignores padding is remembered after the first sweep.
     _, n_second, n_third = (counted.sweep(batch=2, mask=mask)[1] for _ in range(3))

@@ -63,12 +63,6 @@ def test_texts_are_padded_on_the_tokenizers_side(model):
     assert (blind - alone).abs().max() > 1e-3
 
 
-def test_texts_of_one_length_need_no_mask(model):
-    pair = prompt_pair(model, "w1 w2", "w1 w3")
-    assert pair.mask is None
-    assert pair.clean.shape == (1, 3)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_mask_for_tokens(side):
     clean = tokens(batch=BATCH, pos=POS)
@@ -92,6 +86,8 @@ def test_a_difference_under_padding_is_none():
 
 
 def test_words_that_split_differently_are_shown(model):
+    with pytest.raises(InputError, match="leave it out"):
+        prompt_pair(model, "w1 w2", "w1 w3", torch.ones(1, 3))
     with pytest.raises(InputError) as caught:
         prompt_pair(model, ["w1 w2", "w3", "w4 w5"], ["w1", "w7", "w5 w5 w6"])
     assert len(caught.value.reasons) == 2
@@ -115,7 +111,6 @@ REFUSED = {
     ),
     "floats": ((OK.double(), OTHER), ["clean: tokens: got float64"]),
     "empty": ((OK[:0], []), ["clean: tokens: got int64", "corrupted: got no prompts"]),
-    "a number": ((7, OTHER), ["clean: tokens: got int;"]),
     "no tokenizer": (("w1", "w2"), ["clean: .*no tokenizer", "corrupted: .*no tokenizer"]),
     "mask shape": ((OK, OTHER, torch.ones(POS, BATCH)), [r"mask: got \[7, 3\]; .*\[3, 7\]"]),
     "mask type": ((OK, OTHER, [1, 1]), ["mask: got list"]),
@@ -136,8 +131,3 @@ def test_refused_with_every_reason(case):
     assert len(caught.value.reasons) == len(reasons)
     for got, pattern in zip(caught.value.reasons, reasons, strict=True):
         assert re.search(pattern, got)
-
-
-def test_a_mask_beside_texts_is_refused(model):
-    with pytest.raises(InputError, match="leave it out"):
-        prompt_pair(model, "w1 w2", "w1 w3", torch.ones(1, 3))

@@ -81,13 +81,6 @@ def test_softmax_changes_by_its_rule(seed, size, masked):
     assert np.allclose(w.sum(-1), 1)
 
 
-def test_a_weight_that_underflows_in_one_run_does_no_harm():
-    s_1, s_0 = np.array([[0.0, -2000.0, -3.0]]), np.array([[-2000.0, 0.0, -1.0]])
-    L, w = secants.softmax_slopes(*both(log_softmax(s_1, axis=-1), log_softmax(s_0, axis=-1)))
-    got = secants.softmax_change(L, w, torch.from_numpy(s_1 - s_0)).numpy()
-    assert abs(got - (softmax(s_1) - softmax(s_0))).max() <= 1e-12  # the scores are about 2,000
-
-
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, SIZES, st.booleans())
 def test_a_norm_changes_by_its_rule(seed, size, centres):
@@ -104,14 +97,6 @@ def test_a_norm_changes_by_its_rule(seed, size, centres):
     assert (abs(got - (x_1 * r_1 - x_0 * r_0)) <= ROUNDING * (1 + first)).all()
 
 
-def test_equal_runs_give_derivatives():
-    s = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    L, w = secants.softmax_slopes(s.log_softmax(-1), s.log_softmax(-1))
-    change = torch.randn(3, 7, dtype=torch.float64)
-    (_, expected) = torch.autograd.functional.jvp(lambda s: s.softmax(-1), s, change)
-    assert torch.allclose(secants.softmax_change(L, w, change), expected, rtol=0, atol=1e-14)
-
-
 def test_functions_without_a_rule_are_left_alone_and_hooks_of_torch_end():
     x = torch.randn(2, 5, dtype=torch.float64)
     with secants.FunctionRules() as functions:
@@ -120,13 +105,7 @@ def test_functions_without_a_rule_are_left_alone_and_hooks_of_torch_end():
         x.softmax(-1)
     assert len(functions.seen) == 1
     assert x.float().dtype == torch.float32
-
-
-def test_a_second_pass_with_other_calls_is_an_error():
-    x = torch.randn(2, 5, dtype=torch.float64)
-    with secants.FunctionRules() as functions:
-        x.softmax(-1)
     with secants.FunctionRules(functions.seen):
         x[:1].softmax(-1)
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError):  # a second pass with other calls
             x[:1].softmax(-1)

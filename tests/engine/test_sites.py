@@ -21,22 +21,22 @@ def names(resolved):
     return [name for group in resolved for name in group.names]
 
 
-def test_all_heads_are_those_of_the_model():
+def test_all_heads_or_some_in_order_with_their_indices():
     groups = resolve_sites(MODEL, "all")
     expected = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(D_MLP)]
     assert names(groups) == expected + [name.replace("L0", "L1") for name in expected]
     assert names(resolve_sites(MODEL, "heads")) == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert names(resolve_sites(MODEL, ["neurons", "heads"])) == names(groups)
-    for group in groups:
-        assert group.index.tolist() == list(range(len(group.names)))
-
-
-def test_layers():
     groups = resolve_sites(MODEL, p.Sites("neurons", layers=[1, 0]))
     assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (1, "L1N36")]
-    assert len(groups[0].index) == D_MLP
-    assert names(resolve_sites(MODEL, p.Sites("heads", layers=1)))[0] == "L1H0"
-    assert p.Sites("neurons", layers=range(2)) == p.Sites("neurons", layers=torch.tensor([0, 1]))
+    assert groups[1].index.tolist() == list(range(D_MLP))
+    groups = resolve_sites(MODEL, ["L1N31", "L0N7", "L1H1", "L1N29"])
+    assert names(groups) == ["L0N7", "L1H1", "L1N29", "L1N31"]
+    assert [group.index.tolist() for group in groups] == [[7], [1], [29, 31]]
+    bilinear = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
+    assert len(names(resolve_sites(bilinear, p.Sites("neurons", layers=0)))) == 4 * D_MLP
+    with pytest.raises(InputError, match="neurons 0 to 147"):
+        resolve_sites(bilinear, ["L1N148"])
 
 
 def test_heads_alone_are_sites_at_each_position():
@@ -48,89 +48,50 @@ def test_heads_alone_are_sites_at_each_position():
     assert sites != p.Sites("L1N3")
     assert len({sites, p.Sites("L1N3", -1), p.Sites("all", range(2)), p.Sites("all", (0, 1))}) == 2
     assert resolve_sites(MODEL, HeadName.parse("L1N3"))[0].names == ("L1N3",)
-
-
-def test_kinds():
     assert p.Sites().kinds == p.Sites(["all", "heads"]).kinds == HEAD_KINDS
     assert p.Sites(["errors", "skips", "heads"]).kinds == ("attention", "skip", "error")
-    assert p.Sites(["L1N3"]).kinds == p.Sites(["heads", "L1N3"]).kinds == p.Sites([]).kinds == ()
     sites = p.Sites(["neurons", "errors"], "end", layers=1)
     assert sites.without("error", "skip") == p.Sites("neurons", "end", layers=1)
     assert sites.without("neuron", "error") is sites  # nothing would be left
-    assert p.Sites(["L1N3"]).without("neuron") == p.Sites(["L1N3"])
     assert Sites.of_kinds(["feature"], [2]) == p.Sites("features", layers=2)
 
 
-def test_names_come_in_order_with_their_indices():
-    groups = resolve_sites(MODEL, ["L1N31", "L0N7", "L1H1", "L1N29"])
-    assert names(groups) == ["L0N7", "L1H1", "L1N29", "L1N31"]
-    assert [group.index.tolist() for group in groups] == [[7], [1], [29, 31]]
-    assert names(resolve_sites(MODEL, "L1N3")) == ["L1N3"]
-
-
-def test_names_with_positions_are_split():
-    assert p.Sites(["L1N3", "L0H1"]).split() is None
-    assert p.Sites("heads").split() is None
-    sites = p.Sites(["L1N3@-1", "L1N3@0", "L0H1", "L0H1@end of text"])
-    assert sites.split() == [("L1N3", -1), ("L1N3", 0), ("L0H1", None), ("L0H1", "end of text")]
-    with pytest.raises(InputError) as caught:
-        p.Sites(["L1N3@", "L1N3@01", "L1N3@1@2", "L1N3@4"]).split()
-    assert len(caught.value.reasons) == 3
-    assert "got 'L1N3@01'; expected a position after @" in str(caught.value)
-
-
-def test_neurons_of_bilinear_gates():
-    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    assert names(resolve_sites(model, p.Sites("neurons", layers=0))) == [
-        f"L0N{i}" for i in range(4 * D_MLP)
-    ]
-    with pytest.raises(InputError, match="neurons 0 to 147"):
-        resolve_sites(model, ["L1N148"])
-
-
-BAD = {
-    "form": ("5.3", "got '5.3'; expected 'L5H3'"),
-    "layer": ("L3N0", "layers 0 to 1"),
-    "neuron": ("L0N37", "neurons 0 to 36"),
-    "head": ("L0H2", "attention heads 0 to 1"),
-    "dot": ("L0N1.0", "got 'L0N1.0'; expected 'L5H3'"),
-    "number": (7, "got 7"),
-}
-
-
-def test_every_bad_name_is_told():
-    with pytest.raises(InputError) as caught:
-        resolve_sites(MODEL, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
-    assert len(caught.value.reasons) == len(BAD) + 1
-    for _, reason in BAD.values():
-        assert reason in str(caught.value)
-    assert "L0N1 more than once" in str(caught.value)
-
-
-def test_refused_otherwise():
+def test_refused_with_all_reasons():
+    bad = {
+        "5.3": "got '5.3'; expected 'L5H3'",
+        "L3N0": "layers 0 to 1",
+        "L0N37": "neurons 0 to 36",
+        "L0H2": "attention heads 0 to 1",
+        "L0N1.0": "got 'L0N1.0'; expected 'L5H3'",
+        7: "got 7",
+    }
+    with pytest.raises(InputError, match="L0N1 more than once") as caught:
+        resolve_sites(MODEL, ["L0N1", "L0N1", *bad])
+    assert len(caught.value.reasons) == len(bad) + 1
+    assert all(reason in str(caught.value) for reason in bad.values())
     for nothing in ([], {"L0N1"}, None):
         with pytest.raises(InputError, match=r"expected only words \('all', 'heads', 'neurons'"):
             resolve_sites(MODEL, nothing)
     for mixed in (["heads", "L0N1"], "neuron"):
         with pytest.raises(InputError, match=r"got '(heads|neuron)'; expected only words \("):
             resolve_sites(MODEL, mixed)
-    with pytest.raises(InputError, match="got heads of kind feature or skip; these layers have n"):
-        resolve_sites(MODEL, ["skips", "features"])
-    with pytest.raises(InputError, match="got layer 3") as caught:
-        resolve_sites(MODEL, p.Sites("heads", layers=[1, 3, 5]))
-    assert len(caught.value.reasons) == 2
+    for heads, message in (
+        (["skips", "features"], "got heads of kind feature or skip; these layers have n"),
+        (p.Sites("heads", layers=[1, 3]), "got layer 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve_sites(MODEL, heads)
     with pytest.raises(InputError, match="expose_neuron_heads"):
         resolve_sites(bridges.boot("gpt2"), "heads")
-    with pytest.raises(InputError) as caught:
-        p.Sites("all", layers=[-1, True, 2, 2, "0"])
-    assert len(caught.value.reasons) == 4
-    with pytest.raises(InputError, match="got no layers"):
-        p.Sites("heads", layers=[])
-    with pytest.raises(InputError, match="got layers and names of heads"):
-        p.Sites(["L0N3"], layers=0)
-    for heads in ("head", ["neurons", "head"]):
-        with pytest.raises(InputError, match="got 'head'; expected words"):
-            p.Sites(heads, layers=0)
+    for heads, layers, message in (
+        ("all", [-1, True, 2, 2, "0"], "got "),
+        ("heads", [], "got no layers"),
+        (["L0N3"], 0, "got layers and names of heads"),
+        (["neurons", "head"], 0, "got 'head'; expected words"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            p.Sites(heads, layers=layers)
+        assert len(caught.value.reasons) == (4 if heads == "all" else 1)
 
 
 def pair_of(lengths, side="right", roles=None):
@@ -148,15 +109,11 @@ def shown(sets):
 
 def test_each_and_all_leave_padding_out():
     pair = pair_of([5, 2, 3])
+    expected = {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 2], 3: [0], 4: [0]}
     assert shown(resolve_positions(pair, "each")) == {
-        0: [[0, 0], [1, 0], [2, 0]],
-        1: [[0, 1], [1, 1], [2, 1]],
-        2: [[0, 2], [2, 2]],
-        3: [[0, 3]],
-        4: [[0, 4]],
+        pos: [[prompt, pos] for prompt in prompts] for pos, prompts in expected.items()
     }
     (whole,) = resolve_positions(pair, "all")
-    assert whole.label == "all"
     assert torch.equal(whole.chosen, pair.real)
 
 
@@ -173,18 +130,21 @@ def test_numbers():
     pair = pair_of([5, 2, 3])
     assert shown(resolve_positions(pair, 1)) == {1: [[0, 1], [1, 1], [2, 1]]}
     assert list(shown(resolve_positions(pair, [1, 0]))) == [1, 0]
-    whole = pair_of([7, 7, 7])
     bad = [0, 0, 7, -8, True, "3", 6, -1]
-    with pytest.raises(InputError) as caught:
-        resolve_positions(whole, bad)
+    with pytest.raises(InputError, match="got -1 and 6, which are the same") as caught:
+        resolve_positions(pair_of([7, 7, 7]), bad)
     assert len(caught.value.reasons) == 6
-    assert "got -1 and 6, which are the same" in str(caught.value)
     for position in (2, -3):
         with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)
-    for bad in ([], 1.5, None, {"end": -1}, (0, "end")):
+    for bad in ([], 1.5, (0, "end")):
         with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
             resolve_positions(pair, bad)
+    sites = p.Sites(["L1N3@-1", "L0H1", "L0H1@end of text"])
+    assert sites.split() == [("L1N3", -1), ("L0H1", None), ("L0H1", "end of text")]
+    with pytest.raises(InputError, match="got 'L1N3@01'; expected a position after @") as caught:
+        p.Sites(["L1N3@", "L1N3@01", "L1N3@1@2", "L1N3@4"]).split()
+    assert len(caught.value.reasons) == 3
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -196,21 +156,21 @@ def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
         aligned(without, "each")
     assert "the contrast's roles: end, first" in length_reasons(pair)[0]
     assert length_reasons(pair, only_columns=True)[0].endswith("prompts of the same length")
-    for some in (pair, without):
-        for positions in ("all", "end", -1, [-1, -2], []):
-            assert aligned(some, positions) is positions
-        for positions in (0, [-1, 1], torch.tensor([2]), range(2), ["end", 1]):
-            with pytest.raises(InputError, match=r"expected prompts of the same length, positions"):
-                aligned(some, positions)
-    for same in (pair_of([3, 3, 3], side, roles), pair_of([3, 3, 3], side)):
-        for positions in ("each", 0, [-1, 1]):
-            assert aligned(same, positions) is positions
+    for positions in ("all", "end", -1, [-1, -2], []):
+        assert aligned(pair, positions) is positions
+    for positions in (0, [-1, 1], range(2), ["end", 1]):
+        with pytest.raises(InputError, match=r"expected prompts of the same length, positions"):
+            aligned(pair, positions)
+    same = pair_of([3, 3, 3], side, roles)
+    for positions in ("each", 0, [-1, 1]):
+        assert aligned(same, positions) is positions
 
 
-def test_prompts_of_one_length_with_padding_on_different_sides():
-    tokens_, mask = tokens(batch=2, pos=POS), torch.ones(2, POS)
-    mask[0, 0] = mask[1, -1] = 0
-    pair = Contrast(tokens_, (tokens_ + 1) % 41, p.loss(), mask=mask).pair(MODEL)
+def test_padding_in_different_columns_is_refused():
+    mask = torch.ones(BATCH, POS)
+    mask[0, 0] = mask[1:, -1] = 0
+    clean = tokens(batch=BATCH, pos=POS)
+    pair = Contrast(clean, (clean + 1) % 41, p.loss(), mask=mask).pair(MODEL)
     with pytest.raises(InputError, match="prompts 0 and 1 have padding in different columns, so"):
         aligned(pair, "each")
 
@@ -242,44 +202,20 @@ def test_a_token_belongs_to_the_last_of_its_roles(side):
     assert shown(resolve_positions(half, ["b", "d"])) == {"b": [], "d": [[0, at((1, 1))[0][1]]]}
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_by_role(side):
-    roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": [1, -2, 1]}
-    pair = pair_of([5, 2, 3], side, roles)
-    start = [0, 0, 0] if side == "right" else [2, 5, 4]
-    expected = {
-        "subject": [[0, start[0] + 3], [2, start[2]]],
-        "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
-        "second": [[0, start[0] + 1], [1, start[1]], [2, start[2] + 1]],
-    }
-    assert shown(resolve_positions(pair, "roles")) == expected
-    assert shown(resolve_positions(pair, "end")) == {"end": expected["end"]}
-    assert list(shown(resolve_positions(pair, ("second", "end")))) == ["second", "end"]
-    # In some of the prompts, the roles are those of these prompts.
-    (subject,) = resolve_positions(pair.of_prompts([2, 0]), "subject")
-    assert subject.chosen.nonzero().tolist() == [[0, start[2]], [1, start[0] + 3]]
-
-
 def test_roles_that_are_none():
     bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
     bad |= {"\ud800": -1, "f@g": 1, "h": True}
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"got role '\\ud800'; expected valid Unicode") as caught:
         Contrast(["w"] * 3, None, p.loss(), roles=bad)
     assert len(caught.value.reasons) == 7
-    assert r"got role '\ud800'; expected valid Unicode" in str(caught.value)
     assert "b: got 2 positions; expected one whole number, or 3 numbers, one" in str(caught.value)
     pair = pair_of([5, 2, 3], roles={"a": [1, 2, 0], "d": -1, "e": [4, 1, 3]})
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="a: got 2 in prompt 1; expected a number from -2 to 1"):
         resolve_positions(pair, "roles")
-    assert len(caught.value.reasons) == 2
-    assert "a: got 2 in prompt 1; expected a number from -2 to 1" in str(caught.value)
     assert resolve_positions(pair, "d")  # only the given roles are read
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="got the role 'd' more than once") as caught:
         resolve_positions(pair, ["end", "start", "d", "d", "a"])
     assert len(caught.value.reasons) == 4
     assert "got the role 'end'; expected a role of the contrast: a, d, e" in str(caught.value)
-    assert "got the role 'd' more than once" in str(caught.value)
-    without = pair_of([5, 2, 3])
-    for positions, got in (("roles", "positions='roles'"), ("last", "the role 'last'")):
-        with pytest.raises(InputError, match=f"got {got}, but the contrast has no roles; expected"):
-            resolve_positions(without, positions)
+    with pytest.raises(InputError, match="got positions='roles', but the contrast has no roles"):
+        resolve_positions(pair_of([5, 2, 3]), "roles")

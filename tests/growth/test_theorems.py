@@ -269,6 +269,17 @@ def test_activations_that_mix_neurons():
         STEPS["3.1"](random_weights(pointwise=False))
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((23, 36), "b_in has size 37 along d_mlp of layer 0; expected 36"), ((23,), "has shape")],
+)
+def test_weights_that_do_not_fit_together(shape, reason):
+    weights = random_weights()
+    tensors = {**weights.tensors, "blocks.0.mlp.W_in": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=reason):
+        _ = replace(weights, tensors=tensors).sizes
+
+
 def test_growth_in_turn_and_at_once():
     """Two growths compose to the same provenance and weights as both at once."""
     weights = random_weights(scale_by_layer=True)

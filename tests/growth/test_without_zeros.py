@@ -91,6 +91,17 @@ def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
 
 
 @EVERY_INIT
+def test_some_heads_only(init):
+    weights, some = random_weights(), {"layers": [1], "heads": [0]}
+    step = growth.compose(growth.WidenValues(4, **some), growth.WidenQueriesAndKeys(4, **some))
+    grown, _ = step(weights, INITS[init])
+    assert relative(evaluate(grown), evaluate(weights)) < EXACT
+    old, new = (x.tensors["blocks.1.attn.W_O"] for x in (weights, grown))
+    assert torch.equal(new[1, :7], old[1])  # the other heads
+    assert not new[1, 7:].any()
+
+
+@EVERY_INIT
 def test_broken_pairs_change_the_function_and_are_refused(init):
     model = native()
     grown = grow(model, EVEN["neurons"], init=INITS[init])

@@ -3,13 +3,10 @@
 import pytest
 import torch
 from common import POS, relative, tokens
-from models import CORE, FAMILIES, STRUCTURES, build
+from models import FAMILIES, STRUCTURES, build
 
 from attn_only_lens import convert
-from attn_only_lens.gates.exact import GATES
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
-
-HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -24,20 +21,7 @@ def test_float64(name):
     assert cache["pattern", 1].shape == (*tokens().shape[:1], 37, POS, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("name", ["gelu", "llama", "post_norm"])
-@torch.no_grad()
-def test_lower_precision(name, dtype):
-    model = build(name, dtype=dtype, scale=0.2)
-    converted = convert(model)
-    expected = model(tokens())
-    assert torch.equal(converted(tokens()), expected)
-    hooked, _ = converted.run_with_cache(tokens())
-    assert hooked.dtype == dtype
-    assert relative(hooked.double(), expected.double()) <= LOGIT_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     """The float64 model is the reference; `test_float64` checks it to 1e-12."""
@@ -45,7 +29,12 @@ def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     for name in STRUCTURES:
         model = build(name, dtype=dtype, scale=0.2)
         expected = model(tokens())
-        hooked, _ = convert(model).run_with_cache(tokens())
+        converted = convert(model)
+        assert torch.equal(converted(tokens()), expected)
+        hooked, _ = converted.run_with_cache(tokens())
+        assert hooked.dtype == dtype
+        bound = LOGIT_TOLERANCE[dtype]
+        assert relative(hooked.double(), expected.double()) <= bound
         truth = model.to(torch.float64, print_details=False)(tokens())
         ratios.append(relative(hooked, truth) / relative(expected, truth))
     ratios = torch.tensor(ratios)
@@ -53,20 +42,7 @@ def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
     assert ratios.max() < 3
 
 
-@pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
-@pytest.mark.parametrize("name", ["gelu", "llama"])
-@torch.no_grad()
-def test_each_hook_point_alone(name, point):
-    model = build(name)
-    converted = convert(model)
-    converted.set_use_attn_result(True)
-    names = [f"blocks.{block}.attn.hook_{point}" for block in (1, 3, 5)]
-    logits, cache = converted.run_with_cache(tokens(), names_filter=names)
-    assert list(cache) == names
-    assert relative(logits, model(tokens())) <= 1e-12
-
-
-@pytest.mark.parametrize("name", [*list(FAMILIES)[:12], *CORE])
+@pytest.mark.parametrize("name", ["gelu", "silu_gated", "parallel", "no_norm", "post_norm"])
 def test_gradients(name):
     model = build(name)
     model.requires_grad_(True)
@@ -108,11 +84,11 @@ def _matched(net, expected):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("act_fn", sorted(set(GATES) - {"quick_gelu"}))
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("act_fn", ["gelu", "gelu_new", "relu", "silu"])
 @torch.no_grad()
-def test_no_nan_where_the_source_has_none(dtype, act_fn, gated):
+def test_no_nan_where_the_source_has_none(act_fn, gated):
     """Inputs from tiny to overflowing give no nan in any hook where the source has none."""
+    dtype = torch.float16
     model = build("silu_gated" if gated else "silu", dtype=dtype, act_fn=act_fn)
     mlp = model.blocks[1].mlp
     x = torch.zeros(1, 7, 26, dtype=dtype)

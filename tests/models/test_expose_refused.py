@@ -10,11 +10,10 @@ from bridges import WIDE, boot, bridged, randomise
 from common import D_MLP, D_VOCAB, mlp_hook, needs_hooked_transformer, relative, tokens
 from exposed_states import state
 from torch import nn
-from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads, save
-from attn_only_lens.errors import CheckpointError, UnsupportedCallError, UnsupportedModelError
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
+from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.models.in_place import exposed
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -28,29 +27,13 @@ KINDS = {
         ),
         "one axis holds the tokens of all prompts",
     ),
-    "bloom": (
-        lambda: transformers.BloomConfig(vocab_size=41, hidden_size=26, n_layer=2, n_head=2),
-        "BloomMLPBridge",
-    ),
     "mpt": (
         lambda: transformers.MptConfig(vocab_size=41, d_model=26, n_heads=2, n_layers=2),
         "cannot be run separately",
     ),
     "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
     "mamba": (lambda: transformers.MambaConfig(**SSM), "it has no MLP"),
-    "jamba": (
-        lambda: transformers.JambaConfig(
-            **WIDE,
-            **{"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-            **{"expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
-        ),
-        "MoEBridge",
-    ),
     "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "expected one of gelu"),
-    "arcee (relu²)": (
-        lambda: transformers.ArceeConfig(**WIDE, head_dim=14),
-        "expected one of gelu",
-    ),
     "t5": (
         lambda: transformers.T5Config(
             vocab_size=41, d_model=26, d_kv=13, d_ff=D_MLP, num_layers=2, num_heads=2
@@ -87,7 +70,7 @@ def test_kinds(name):
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         expose_neuron_heads(bridge)
     assert whole(bridge) == before
-    if name not in ("t5", "jamba"):
+    if name != "t5":
         assert [text[:7] for text in caught.value.reasons] == ["layer 0", "layer 1"]
 
 
@@ -102,52 +85,16 @@ class Snake(nn.Module):
         return q + torch.sin(self.a * q) ** 2 / self.a
 
 
-class Stateful(nn.Module):
-    """SiLU, but another function in every second call."""
-
-    def __init__(self):
-        super().__init__()
-        self.times = 0
-
-    def forward(self, q):
-        self.times += 1
-        return torch.nn.functional.silu(q) + (self.times % 2 == 0)
-
-
-class Clipped(nn.Module):
-    def forward(self, q):
-        return torch.nn.functional.silu(q).clamp(max=50.0)
-
-
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
 class Adapted(nn.Module):
-    """A projection with a LoRA adapter, which has no effect at first."""
+    """A projection with an adapter."""
 
-    def __init__(self, base, rank=2):
+    def __init__(self, base):
         super().__init__()
-        self.base, (d_in, d_out) = base, base.weight.shape
-        self.A = nn.Parameter(torch.randn(d_in, rank, dtype=base.weight.dtype))
-        self.B = nn.Parameter(torch.zeros(rank, d_out, dtype=base.weight.dtype))
-
-    @property
-    def weight(self):
-        return self.base.weight
-
-    @property
-    def bias(self):
-        return self.base.bias
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+        self.A = nn.Parameter(torch.randn_like(base.weight))
 
     def forward(self, x):
-        return self.base(x) + x @ self.A @ self.B
-
-
-class Halves(nn.Module):
-    def forward(self, weight):
-        return (weight * 2).round() / 2
+        return self.base(x) + x @ self.A
 
 
 def inside(mlp, change):
@@ -157,17 +104,9 @@ def inside(mlp, change):
 
 
 SPOILS = {
-    "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "expected one of gelu"),
     "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "expected one of gelu"),
-    "clipped far out": (lambda b, m: setattr(m, "act", Clipped()), "expected one of gelu"),
-    "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer computes silu"),
     "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
-    "scale before": (
-        lambda b, m: setattr(m, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.0), Doubled())),
-        "expected one of gelu",
-    ),
     "scale after": (lambda b, m: inside(m, lambda x, y: 1.01 * y), "output is not the sum"),
-    "residual": (lambda b, m: inside(m, lambda x, y: x + y), "output is not the sum"),
     "dropout that is never off": (
         lambda b, m: inside(m, lambda x, y: torch.dropout(y, 0.1, train=True)),
         "output is not the sum",
@@ -182,16 +121,7 @@ SPOILS = {
         lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
         "its W_out is an Adapted",
     ),
-    "W_out parametrized": (
-        lambda b, m: parametrize.register_parametrization(
-            b.out.original_component, "weight", Halves()
-        ),
-        "its W_out is a ParametrizedConv1D",
-    ),
-    "W_out bypassed": (
-        lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)),
-        "fired",
-    ),
+    "W_out bypassed": (lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)), "fired"),
     "component gone": (lambda b, m: delattr(b, "in"), "no component in"),
     "shared": (None, "shares its MLP"),
 }
@@ -216,12 +146,10 @@ def test_an_mlp_that_was_changed_by_hand(name):
 
 @torch.no_grad()
 def test_an_adapter_on_w_in_is_part_of_the_query():
-    """Any adapter before the activation is part of the query."""
     bridge = boot("gpt2")
     for block in bridge.blocks:
         part = getattr(block.mlp, "in")
         part._original_component = Adapted(part.original_component)
-        part._original_component.B.normal_()
     expected = bridge(tokens())
     assert relative(boot("gpt2")(tokens()), expected) > 1e-3
     with expose_neuron_heads(bridge):
@@ -236,25 +164,21 @@ def test_an_adapter_on_w_in_is_part_of_the_query():
 def test_what_changes_later_is_an_error_and_not_another_function(gate):
     """Dropout before W_out in training mode, or an activation swapped later, raises an error."""
     bridge = boot("gpt2")
-    for block in bridge.blocks:
-        act = block.mlp.original_component.act
-        block.mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
+    act = bridge.blocks[1].mlp.original_component.act
+    bridge.blocks[1].mlp.original_component.act = nn.Sequential(act, nn.Dropout(0.2)).eval()
     keep = [(mlp_hook("q"), lambda q, hook: None)]
     exact = bridge(tokens())
     with expose_neuron_heads(bridge, gate=Bilinear(8) if gate == "bilinear" else gate):
         assert relative(bridge.run_with_hooks(tokens(), fwd_hooks=keep), exact) < 0.1
         bridge.train()
-        with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):
-            bridge.run_with_hooks(tokens(), fwd_hooks=keep)
-        if gate == "bilinear":  # the others leave dropout to the MLP
-            with pytest.raises(UnsupportedCallError, match="dropout"):
-                bridge(tokens())
+        # Without hooks, exact gates leave dropout to the MLP.
+        for hooks in (keep, []) if gate == "bilinear" else (keep,):
+            with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):
+                bridge.run_with_hooks(tokens(), fwd_hooks=hooks)
         bridge.eval()
         bridge.blocks[1].mlp.original_component.act = nn.SiLU()
         with pytest.raises(UnsupportedCallError, match=r"layer 1: .* no longer computes gelu_new"):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
-    bridge.blocks[1].mlp.original_component.act = act
-    assert torch.equal(bridge(tokens()), exact)
 
 
 def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
@@ -268,18 +192,11 @@ def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
     assert type(bridge) is TransformerBridge
 
 
-def test_another_object():
-    for bad in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
-        with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
-            expose_neuron_heads(bad)
-
-
 @needs_hooked_transformer
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (lambda m: setattr(m.blocks[1].mlp, "act_fn", torch.tanh), "act_fn is not gelu"),
-        (lambda m: setattr(m.cfg, "act_fn", "solu"), "solu"),
         (lambda m: setattr(m.blocks[1], "mlp", nn.Linear(26, 26)), "Linear"),
         (lambda m: setattr(m.blocks[2].mlp, "forward", lambda x: x), "forward was replaced"),
         (lambda m: setattr(m.cfg, "n_devices", 2), "spread over 2 devices"),
@@ -294,6 +211,22 @@ def test_a_hooked_transformer_that_was_changed(spoil, reason):
     assert before == (type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp)))
 
 
+def test_an_mlp_that_overflows():
+    bridge = boot("llama", torch.float16)
+    with torch.no_grad():
+        for matrix in bridge.original_model.model.layers[1].mlp.parameters():
+            matrix.mul_(3e4)
+    match = r"layer 1: its MLP computes nan or inf in torch.float16 .* load the model in float32"
+    with pytest.raises(UnsupportedModelError, match=match):
+        expose_neuron_heads(bridge)
+
+
+def test_another_object():
+    for bad in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
+        with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
+            expose_neuron_heads(bad)
+
+
 @needs_hooked_transformer
 def test_converted_exposed_and_attention_only():
     with pytest.raises(UnsupportedModelError):
@@ -306,17 +239,3 @@ def test_converted_exposed_and_attention_only():
     )
     with pytest.raises(UnsupportedModelError, match="attention-only"):
         expose_neuron_heads(HookedTransformer(cfg))
-
-
-def test_an_mlp_that_overflows(tmp_path):
-    bridge = boot("llama", torch.float16)
-    exposed_before = expose_neuron_heads(boot("llama", torch.float16)).model
-    for model in (bridge, exposed_before):
-        with torch.no_grad():
-            for matrix in model.original_model.model.layers[1].mlp.parameters():
-                matrix.mul_(3e4)
-    match = r"layer 1: its MLP computes nan or inf in torch.float16 .* load the model in float32"
-    with pytest.raises(UnsupportedModelError, match=match):
-        expose_neuron_heads(bridge)
-    with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
-        save(exposed_before, tmp_path / "model")

@@ -5,37 +5,19 @@ import shutil
 
 import pytest
 import torch
-from bridges import (
-    CHOSEN,
-    FAMILIES,
-    NEURON,
-    STATES,
-    boot,
-    exposed_copy,
-    hf_folder,
-    original,
-)
-from common import (
-    mlp_hook,
-    needs_hooked_transformer,
-    needs_transformer_lens_4,
-    relative,
-    tokens,
-)
+from bridges import FAMILIES, NEURON, STATES, boot, exposed_copy, hf_folder, original
+from common import mlp_hook, needs_hooked_transformer, relative, tokens
 from exposed_states import bilinear, each
 from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from attn_only_lens import convert, expose_neuron_heads, load, neuron_pattern, save
-from attn_only_lens.cli import app
+from attn_only_lens import expose_neuron_heads, load, save
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.in_place import exposed_heads
-from attn_only_lens.models.source_folder import refuse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
@@ -65,20 +47,25 @@ def same(a, b):
     assert relative(edited, logits) > 1e-7
 
 
-IN_STATES = {"plain": [*CHOSEN, "bert"], "names": ["gpt2", "llama"]}
-IN_STATES["processed"] = ["gpt2", "llama", "gemma2", "native_gated", "bert"]
-OF_HOOKED = ("gelu", "llama", "post_norm", "grouped_ungrouped", "gemma")
+IN_STATES = {"plain": ["neox", "native_gated", "bert"], "names": ["gpt2"]}
+IN_STATES["processed"] = ["llama", "gemma2", "bert"]
 ROUND_TRIPS = [
     pytest.param(*case.values, state, id=f"{case.id} {state}", marks=case.marks)
     for state, names in IN_STATES.items()
-    for case in each(names, OF_HOOKED if state == "plain" else ())
+    for case in each(names, ("llama", "post_norm") if state == "plain" else ())
 ]
 
 
 @pytest.mark.parametrize(("make", "state"), ROUND_TRIPS)
 def test_round_trip(make, state, tmp_path):
-    model = make(dtype=torch.float32)
+    model = make(dtype=torch.float32).eval()
     STATES[state](model)
+    if model.cfg.n_layers == 3:  # a HookedTransformer
+        model.blocks[0].mlp.b_out = model.blocks[1].mlp.b_out
+        model.blocks[2].mlp.W_in.requires_grad_(False)
+    plain = load(save(model, tmp_path / "saved"))
+    assert type(plain) is type(model), "without neuron-heads, it comes back without them"
+    assert set(plain.hook_dict) == set(model.hook_dict)
     expose_neuron_heads(model)
     random = torch.get_rng_state()
     loaded = load(save(model, tmp_path / "saved"))
@@ -88,29 +75,7 @@ def test_round_trip(make, state, tmp_path):
     assert mode == {n: m.training for n, m in loaded.named_modules()}
 
 
-@pytest.mark.parametrize("option", ["fold_ln", "center_writing_weights", "fold_value_biases"])
-def test_other_options_of_processing(option, tmp_path):
-    """The processing options change saved values or the structure; the model still loads."""
-    bridge = boot("gpt2", torch.float32)
-    bridge.enable_compatibility_mode(True, **{option: False})
-    model = exposed_copy(bridge)
-    same(model, load(save(model, tmp_path / "saved")))
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float64)])
-@torch.no_grad()
-def test_dtypes(name, dtype, tmp_path):
-    """A cast separates the views of joint attention and casts buffers; both are restored."""
-    model = exposed_copy(boot(name, torch.float32), copy_weights=True)
-    model.to(dtype)
-    folder = save(model, tmp_path / "saved")
-    loaded = load(folder)
-    same(model, loaded)
-    assert loaded.cfg.dtype == dtype
-    assert next(load(folder, dtype="float32").parameters()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("make", each(["gpt2", "llama"], ["gelu", "llama"]))
+@pytest.mark.parametrize("make", each(["llama"], ["gelu"]))
 @torch.no_grad()
 def test_bilinear_gates(make, tmp_path):
     model = make()
@@ -120,85 +85,51 @@ def test_bilinear_gates(make, tmp_path):
     same(model, loaded)
     assert not torch.equal(loaded(tokens()), exact)
     assert exposed_heads(loaded)[0].gating == exposed_heads(model)[0].gating
-    _, cache = loaded.run_with_cache(tokens())
-    _, expected_cache = model.run_with_cache(tokens())
-    assert cache[mlp_hook("pattern")].shape == (2, 4 * 37, 11, 2)
-    for name in ("L1N116", "L0N31"):
-        assert torch.equal(neuron_pattern(cache, name), neuron_pattern(expected_cache, name))
-
-
-@needs_hooked_transformer
-@torch.no_grad()
-def test_ties_frozen_parameters_and_tokenizer_of_a_hooked_transformer(tmp_path):
-    from models import build
-
-    source = build("llama", d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side="left")
-    source.blocks[0].mlp.b_out = source.blocks[1].mlp.b_out
-    source.blocks[2].mlp.W_in.requires_grad_(False)
-    loaded = load(save(source.eval(), tmp_path / "plain"))
-    assert type(loaded) is type(source), "without neuron-heads, it comes back without them"
-    expose_neuron_heads(source)
-    loaded = load(save(source, tmp_path / "saved"))
-    same(source, loaded)
-    assert loaded.blocks[0].mlp.b_out is loaded.blocks[1].mlp.b_out
-    assert not loaded.blocks[2].mlp.W_in.requires_grad
-    assert not loaded.training
-    assert torch.equal(loaded(["w3 w5", "w7"]), source(["w3 w5", "w7"]))
-
-
-@needs_hooked_transformer
-@torch.no_grad()
-def test_a_hooked_transformer_made_in_python_is_converted_in_a_shell(tmp_path):
-    from models import build
-
-    source = build("gelu", d_vocab_out=41)
-    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
-    folder, converted = save(source, tmp_path / "saved"), tmp_path / "converted"
-    assert not exposed_heads(source)
-    for command in (
-        ("convert", folder, converted),
-        ("verify", folder, converted, "--text", "w3 w5"),
-    ):
-        result = CliRunner().invoke(app, [str(word) for word in command])
-        assert result.exit_code == 0, result.output
-    assert torch.equal(load(converted)(tokens()), convert(source)(tokens()))
-    exposed = save(expose_neuron_heads(source).model, tmp_path / "exposed")
-    result = CliRunner().invoke(app, ["convert", str(exposed), str(tmp_path / "other")])
-    assert result.exit_code == 2
-    assert "pass the original model" in result.output
 
 
 @torch.no_grad()
-def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
+def test_q_k_and_v_that_were_trained_apart_after_a_cast(tmp_path):
+    """A cast separates the views of joint attention, and casts buffers."""
+    model = exposed_copy(boot("gpt2", torch.float32), copy_weights=True)
+    attn = model.blocks[1].attn
+    joint = attn.qkv.weight.untyped_storage().data_ptr()
+    assert attn.q.weight.untyped_storage().data_ptr() == joint
+    loaded = load(save(model, tmp_path / "saved"))  # in which q is a view of the joint weight, too
+    attn = loaded.blocks[1].attn
+    joint = attn.qkv.weight.untyped_storage().data_ptr()
+    assert attn.q.weight.untyped_storage().data_ptr() == joint
+    model.to(torch.bfloat16)
+    model.blocks[1].attn.q.weight.mul_(3.0)
+    folder = save(model, tmp_path / "saved")
+    loaded = load(folder)
+    same(model, loaded)
+    assert loaded.cfg.dtype == torch.bfloat16
+    assert next(load(folder, dtype="float32").parameters()).dtype == torch.float32
+
+
+@torch.no_grad()
+def test_settings_frozen_weights_and_tokenizer(tmp_path):
     model = boot("llama")
     expose_neuron_heads(model)
     model.set_use_attn_result(True)
     model.blocks[1].mlp.out.weight[:, NEURON] = 0.0
     model.blocks[0].attn.q.weight.requires_grad_(False)
+    model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
+    model.tokenizer.padding_side = "left"
     loaded = load(save(model, tmp_path / "saved"))
-    same_weights = loaded.blocks[1].mlp.out.weight
-    assert torch.equal(same_weights, model.blocks[1].mlp.out.weight)
+    assert torch.equal(loaded.blocks[1].mlp.out.weight, model.blocks[1].mlp.out.weight)
     assert not loaded.blocks[0].attn.q.weight.requires_grad
     assert loaded.blocks[1].attn.q.weight.requires_grad
     assert loaded.cfg.use_attn_result
-    _, cache = loaded.run_with_cache(tokens())
-    assert cache[mlp_hook("result")].shape == (2, 11, 37, 26)
-    assert cache[mlp_hook("result")][:, :, NEURON].abs().max() == 0
+    assert mlp_hook("result") in loaded.run_with_cache(tokens())[1]
+    texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
+    assert torch.equal(loaded.to_tokens(texts), model.to_tokens(texts))
+    # TransformerBridge gives nan for fully masked rows under left padding; the rest is compared.
+    torch.testing.assert_close(loaded(texts), model(texts), rtol=0, atol=0, equal_nan=True)
+    assert loaded.tokenizer.padding_side == "left"
 
 
-def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
-    """The q of joint attention is a view of the joint weight in the model and in the loaded one."""
-    model = exposed_copy(boot("gpt2"))
-    loaded = load(save(model, tmp_path / "saved"))
-    for host in (model, loaded):
-        attn = host.blocks[0].attn
-        assert attn.q.weight.untyped_storage().data_ptr() == (
-            attn.qkv.weight.untyped_storage().data_ptr()
-        )
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 @torch.no_grad()
 def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path):
     """transformers and TransformerLens can open the folder; the logits are the original's."""
@@ -219,159 +150,57 @@ def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path)
     assert type(load(folder)) is TransformerBridge
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@torch.no_grad()
-def test_what_no_folder_of_transformers_holds_is_opened_by_this_package_alone(name, tmp_path):
-    """This package restores processed weights, and q, k, v that were trained apart after a cast."""
-    processed = exposed_copy(boot(name, torch.float32, "processed"))
-    trained = exposed_copy(boot(name, torch.float32), copy_weights=True)
-    trained.to(torch.bfloat16)
-    trained.blocks[1].attn.q.weight.mul_(3.0)
-    for model, expected in ((processed, "bridge"), (trained, None)):
-        folder = save(model, tmp_path / "saved")
-        weights = json.loads((folder / MANIFEST).read_text())["weights"]
-        assert expected in (None, weights)
-        same(model, load(folder))
-
-
-@torch.no_grad()
-def test_tokenizer_comes_along(tmp_path):
-    model = exposed_copy(boot("llama"))
-    model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
-    model.tokenizer.padding_side = "left"
-    loaded = load(save(model, tmp_path / "saved"))
-    texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
-    assert torch.equal(loaded.to_tokens(texts), model.to_tokens(texts))
-    # TransformerBridge gives nan for fully masked rows under left padding; the rest is compared.
-    torch.testing.assert_close(loaded(texts), model(texts), rtol=0, atol=0, equal_nan=True)
-    assert loaded(texts)[2].isfinite().all()
-    assert loaded.tokenizer.padding_side == "left"
-
-
-def test_nothing_is_unpickled(tmp_path, monkeypatch):
-    import pickle
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a pickle was read")
-
-    save(exposed_copy(boot("llama")), tmp_path / "saved")
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
-    load(tmp_path / "saved")
-
-
-def _another_activation(model):
+def another_activation(model):
     for block in model.original_model.transformer.h:
         block.mlp._original_component.act = torch.nn.SiLU()
 
 
-def _a_probe(model):
+def a_module_more(model):
     model.probe = torch.nn.Linear(2, 3)
 
 
-def _hooked(model):
+def a_hook(model):
     model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
 
 
-def _custom_class(model):
+def code_of_its_own(model):
     class CustomModel(type(model.original_model)):
         pass
 
     model.original_model.__class__ = CustomModel
 
 
-def _act_fn(model):
+def another_act_fn(model):
     model.blocks[1].mlp.act_fn = torch.tanh
 
 
-REFUSED = {
-    "another activation": (_another_activation, "modules .* would differ|logits that differ"),
-    "a module more": (_a_probe, r"probe\.bias is not known"),
-    "hooks": (_hooked, "hooks are attached to the model"),
-    "code of its own": (_custom_class, "wraps a CustomModel, which is not a class of transformers"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_could_not_be_built_again_is_refused_before_anything_is_written(case, tmp_path):
-    change, message = REFUSED[case]
-    model = boot("gpt2")
-    change(model)
-    expose_neuron_heads(model)
-    with pytest.raises(CheckpointError, match=message):
-        save(model, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
-@needs_hooked_transformer
-@pytest.mark.parametrize(
-    ("change", "message"), [(_act_fn, "act_fn is not gelu"), (_a_probe, "probe")]
-)
-def test_a_hooked_transformer_that_could_not_be_built_again(change, message, tmp_path):
-    from models import build
-
-    model = expose_neuron_heads(build("gelu")).model
-    change(model)
-    with pytest.raises(CheckpointError, match=message):
-        save(model, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-    assert exposed_heads(model), "and it has its neuron-heads still"
-
-
-@needs_transformer_lens_4
-def test_bert_whose_hooks_of_transformer_lens_own_were_removed(tmp_path):
-    """Loading would attach removed TransformerLens hooks again, so `save` refuses such a model."""
-    model = expose_neuron_heads(boot("bert")).model
-    assert "blocks.1.mlp.hook_in" in model.run_with_cache(tokens())[1]
-    model.reset_hooks(including_permanent=True)
-    assert "blocks.1.mlp.hook_in" not in model.run_with_cache(tokens())[1]
-    with pytest.raises(
-        CheckpointError, match=r"TransformerLens' hooks would be on .*blocks\.0\.mlp\.in"
-    ):
-        save(model, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
-def test_models_of_pictures_are_not_saved(tmp_path):
-    model = expose_neuron_heads(boot("vit")).model
-    with pytest.raises(CheckpointError, match="no vocabulary"):
-        save(model, tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["gpt2", "native"])
-@torch.no_grad()
-def test_whether_results_are_on(name, tmp_path):
-    """The setting is restored; native attention has none, so `cfg.use_attn_result` stays False."""
-    model = exposed_copy(boot(name))
-    for on in (True, False):
-        model.set_use_attn_result(on)
-        loaded = load(save(model, tmp_path / "saved"))
-        same(model, loaded)
-        assert (mlp_hook("result") in loaded.run_with_cache(tokens())[1]) == on
+[GPT2, GELU] = each(["gpt2"], ["gelu"])
+REFUSED = [
+    (GPT2, another_activation, "modules .* would differ|logits that differ"),
+    (GPT2, a_module_more, r"probe\.bias is not known"),
+    (GPT2, a_hook, "hooks are attached to the model"),
+    (GPT2, code_of_its_own, "wraps a CustomModel, which is not a class of transformers"),
+    (GELU, another_act_fn, "act_fn is not gelu"),
+    (GELU, a_module_more, "probe"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "state"), [("gpt2", "plain"), ("llama", "processed"), ("native", "names")]
+    ("make", "change", "message"),
+    [pytest.param(*make.values, *case, marks=make.marks) for make, *case in REFUSED],
 )
-def test_a_bridge_without_neuron_heads_comes_back_without_them(name, state, tmp_path):
-    model = boot(name, torch.float32, state).train()
-    assert type(model) is TransformerBridge
-    hooks = set(model.hook_dict)
-    loaded = load(save(model, tmp_path / "saved"))
-    for bridge in (model, loaded):
-        assert type(bridge) is TransformerBridge
-        assert bridge.training
-        assert set(bridge.hook_dict) == hooks
-        bridge.eval()  # no dropout
-    same(expose_neuron_heads(model).model, expose_neuron_heads(loaded).model)
-
-
-def test_what_is_no_model_is_not_saved(tmp_path):
-    for value, got in ((torch.nn.Linear(2, 3), "a Linear"), (7, "an int"), (None, "a NoneType")):
-        with pytest.raises(CheckpointError, match=f"got {got}; expected a TransformerBridge or"):
-            save(value, tmp_path / "saved")
+def test_what_could_not_be_built_again_is_not_saved(make, change, message, tmp_path):
+    model = make()
+    if change is another_act_fn:  # otherwise, it would not be exposed
+        expose_neuron_heads(model)
+        change(model)
+    else:
+        change(model)
+        expose_neuron_heads(model)
+    with pytest.raises(CheckpointError, match=message):
+        save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+    assert exposed_heads(model), "it still has its neuron-heads"
 
 
 def _edit(folder, **changes):
@@ -413,7 +242,6 @@ DAMAGE = {
         lambda f: _config(f, architectures=["HALForCausalLM"], model_type="hal"),
         "HAL|hal",
     ),
-    "an unknown layout": (lambda f: _edit(f, layout="upside down"), "layout: got 'upside down'"),
     "unknown weights": (lambda f: _edit(f, weights="heavy"), "weights: got 'heavy'"),
     "a gate that does not fit": (lambda f: _edit(f, gate=OTHER_GATE), "cannot be exposed again"),
     "code from a hub": (lambda f: _edit(f, attention="who/knows"), "attention: got 'who/knows'"),
@@ -422,10 +250,6 @@ DAMAGE = {
     "a tokenizer gone": (
         lambda f: _edit(f, padding_side="left"),
         "has no tokenizer|tokenizer in .* cannot",
-    ),
-    "a tokenizer added": (
-        lambda f: (f / "added_tokens.json").write_text("{}"),
-        "added_tokens.json was added after the model was saved",
     ),
 }
 
@@ -442,8 +266,13 @@ def saved(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("state", ["plain", "processed"])
-@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize(
+    ("state", "case"),
+    [
+        *(("plain", case) for case in DAMAGE),
+        *(("processed", case) for case in ("a tensor renamed", "other sizes", "an unknown class")),
+    ],
+)
 def test_damage_is_refused(case, state, saved, tmp_path):
     folder = shutil.copytree(saved[state], tmp_path / "saved")
     damage, message = DAMAGE[case]
@@ -457,8 +286,6 @@ def test_damage_is_refused(case, state, saved, tmp_path):
     ("changes", "message"),
     [
         ({"gate": OTHER_GATE}, "got heads=3"),
-        ({"gate": OTHER_GATE | {"heads": 4, "ranges": [3.0]}}, "expected no ranges"),
-        ({"layout": "upside down"}, "layout: got 'upside down'"),
         ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
         ({"model": None}, "model: got None"),
     ],
@@ -470,12 +297,3 @@ def test_damage_of_a_hooked_transformer_is_refused(changes, message, tmp_path):
     rewrite(folder / MANIFEST, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
-
-
-def test_an_error_says_how_many_reasons_it_leaves_out():
-    reasons = [f"reason {i}" for i in range(7)]
-    with pytest.raises(CheckpointError, match=r"reason 4; and 2 more$"):
-        refuse(reasons, "it cannot be loaded")
-    with pytest.raises(CheckpointError, match=r"reason 4$"):
-        refuse(reasons[:5], "it cannot be loaded")
-    refuse([], "it cannot be loaded")

@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-import transformers
-from bridges import CHOSEN, GATED_CHOSEN, boot, bridged, exposed_copy, inputs, randomise
-from common import POS, mlp_hook, needs_hooked_transformer, tokens
+from bridges import boot, exposed_copy
+from common import POS, mlp_hook, tokens
 from exposed_states import EXACT, bilinear, each
 from torch import nn
-from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
@@ -17,20 +15,17 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models import Calibration
 from attn_only_lens.models.verify import verify
 
-pytestmark = [
-    pytest.mark.both_versions,
-    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
-]
-CORE = ("gelu", "llama", "parallel", "post_norm")
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 
-@pytest.mark.parametrize("make", each(CHOSEN, CORE))
+@pytest.mark.both_versions
+@pytest.mark.parametrize("make", each(["gpt2", "gemma2", "native_gated"], ["llama", "parallel"]))
 def test_a_copy_a_twin_and_itself(make):
     model, twin = make(), make()
     reports = [verify(model, exposed_copy(model), tokens())]
-    expose_neuron_heads(model)
+    checked = expose_neuron_heads(model, check=tokens())
     before = list(model.hook_dict)
-    reports += [verify(twin, model, tokens()), verify(model, model, tokens())]
+    reports += [verify(twin, model, tokens()), verify(model, model, tokens()), checked.verification]
     assert sorted(before) == sorted(model.hook_dict)
     for report in reports:
         assert report.ok, report
@@ -42,41 +37,26 @@ def test_a_copy_a_twin_and_itself(make):
     points = list(report.by_layer["point"])
     assert (points[0], points[-1]) == ("0_pre", "final_post")
     if make.func is not boot:
-        assert points == list(verify(twin, convert(twin), tokens()).by_layer["point"])
+        converted = convert(twin, check=tokens())
+        assert points == list(verify(twin, converted, tokens()).by_layer["point"])
 
 
-@pytest.mark.parametrize("make", each(CHOSEN, CORE))
-def test_the_option_check_has_the_report(make):
-    """In place, as a copy, and on random tokens."""
-    model = make()
-    copied = expose_neuron_heads(model, copy=True, check=tokens())
-    expected = verify(model, copied.model, tokens())
-    for exposed in (copied, expose_neuron_heads(model, check=tokens())):
-        report = exposed.verification
-        assert report.ok
-        assert report.max_abs_logit == pytest.approx(expected.max_abs_logit, abs=1e-12)
-        assert report.by_layer["point"].tolist() == expected.by_layer["point"].tolist()
-    assert expose_neuron_heads(model, check=True).verification.n_tokens == model.cfg.n_ctx
-    assert expose_neuron_heads(model).verification is None
-    if make.func is not boot:
-        assert convert(make(), check=tokens()).verification.ok
-        assert convert(make()).verification is None
-
-
-def test_a_check_that_fails_exposes_nothing(monkeypatch):
+def test_the_option_check(monkeypatch):
     model = boot("gpt2")
     logits, hooks = model(tokens()), sorted(model.hook_dict)
     with pytest.raises(UnsupportedCallError, match=r"int64 \[5\]"):
         expose_neuron_heads(model, check=torch.zeros(5, dtype=torch.long))
-    assert sorted(model.hook_dict) == hooks
     monkeypatch.setattr("attn_only_lens.models.verify.torch.equal", lambda *_: False)
     with pytest.raises(UnsupportedModelError, match=r"(?s)not those of the model.*NOT bitwise"):
         expose_neuron_heads(model, check=tokens())
     monkeypatch.undo()
+    # After a check that fails, nothing is exposed.
     assert sorted(model.hook_dict) == hooks
     assert torch.equal(model(tokens()), logits)
     with pytest.raises(UnsupportedCallError, match="no vocabulary"):
         expose_neuron_heads(boot("vit"), check=True)
+    assert expose_neuron_heads(model).verification is None
+    assert expose_neuron_heads(model, check=True).verification.n_tokens == model.cfg.n_ctx
 
 
 @torch.no_grad()
@@ -102,12 +82,7 @@ def test_figures_by_hand():
     assert by_point["final_post"] > 1e-3
     assert not report.ok
     assert str(report).startswith("DIFFERENT")
-    assert verify(changed, changed, tokens()).ok, "it is still itself"
-
-
-@torch.no_grad()
-def test_a_last_bit_is_enough_without_hooks():
-    """A relative weight change of 1e-15 is within the tolerance but not bitwise equal."""
+    # A last bit is enough: it is within the tolerance, but not bitwise equal.
     source = boot("gpt2")
     changed = exposed_copy(source, copy_weights=True)
     changed.blocks[1].mlp.out.weight.mul_(1 + 1e-15)
@@ -135,7 +110,7 @@ def test_neuron_heads_that_are_wrong():
     assert seen == [1], "the user's hooks are still there"
 
 
-@pytest.mark.parametrize("make", each(["gpt2", "llama", "gemma2", "native_gated"], CORE[:2]))
+@pytest.mark.parametrize("make", each(["gpt2", "gemma2"], ["llama"]))
 @torch.no_grad()
 def test_bilinear_gates(make):
     model = make()
@@ -148,7 +123,9 @@ def test_bilinear_gates(make):
         assert 1e-12 < report.relative < 1
         assert report.rounding <= EXACT
         assert list(report.activations["layer"]) == list(range(len(model.blocks)))
-        assert (report.activations["measured"] <= report.activations["bound"] + 1e-14).all()
+        measured, bound = report.activations["measured"], report.activations["bound"]
+        assert (measured <= bound + 1e-14).all()
+        assert (measured > bound / 300).all(), "errors were found"
         assert (report.activations["largest"] <= report.activations["range"]).all()
     if make.func is not boot:  # as with two blocks per layer
         expected = verify(model, convert(model, gate=gate), tokens())
@@ -156,9 +133,8 @@ def test_bilinear_gates(make):
         for column in ("bound", "measured", "largest", "range"):
             got, reference = report.activations[column], expected.activations[column]
             assert got.tolist() == pytest.approx(reference.tolist(), rel=1e-6, abs=1e-15)
-    elif make.args == (
-        "gemma2",
-    ):  # the control: outside the calibrated range, the bound does not hold
+    elif make.args == ("gemma2",):
+        # The control: outside the calibrated range, the bound does not hold.
         narrow = Calibration(tuple(r / 9 for r in gate.calibration.ranges), 1.25, 22)
         copy = exposed_copy(model, gate=Bilinear(4, calibration=narrow))
         report = verify(model, copy, tokens())
@@ -167,7 +143,7 @@ def test_bilinear_gates(make):
 
 
 @torch.no_grad()
-def test_nan_with_hooks_alone(monkeypatch):
+def test_nan_with_hooks_alone_and_zeros(monkeypatch):
     """The nan is in the second of two outputs, where Python's `max` would return the first."""
     bridge = boot("llama")
     copy = exposed_copy(bridge, gate=bilinear(bridge))
@@ -181,54 +157,29 @@ def test_nan_with_hooks_alone(monkeypatch):
     report = verify(bridge, copy, tokens())
     assert math.isnan(report.rounding)
     assert not report.ok
-
-
-@torch.no_grad()
-def test_all_is_zero():
+    # Relative to zero, every difference is large.
     bridge = boot("gpt2")
-    copy = exposed_copy(bridge)
     for parameter in bridge.original_model.parameters():
         parameter.zero_()
-    report = verify(bridge, copy, tokens())
+    report = verify(bridge, exposed_copy(bridge), tokens())
     assert report.ok
     assert (report.by_layer["relative"] == 0).all()
-    # The control: relative to zero, every difference is large.
-    twin = exposed_copy(bridge, copy_weights=True)
-    twin.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
-    twin.original_model.transformer.ln_f.bias.fill_(1.0)
-    report = verify(bridge, twin, tokens())
-    assert not report.ok
-    assert report.relative == report.by_layer["relative"].iloc[0] == math.inf
-
-
-@torch.no_grad()
-def test_a_point_of_the_stream_that_does_not_fire():
-    """OpenAI GPT's blocks have no hook_resid_post that fires, in either version."""
-    config = transformers.OpenAIGPTConfig(vocab_size=41, n_positions=17, n_embd=26, n_layer=2)
-    config.n_head = 2
-    torch.manual_seed(0)
-    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    bridge = bridged(randomise(source.double().eval()))
-    report = verify(bridge, exposed_copy(bridge), tokens())
-    assert report.ok, report
-    assert list(report.by_layer["point"]) == ["0_pre", "0_mid", "1_pre", "1_mid"]
-
-
-BAD_INPUTS = (
-    (torch.tensor([[0, 41]]), "values from 0 to 41"),
-    (torch.tensor([[-1, 3]]), "values from -1 to 3"),
-    (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
-    (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
-    (torch.zeros(5, dtype=torch.long), r"int64 \[5\]"),
-    (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
-    ([[1, 2]], "got list"),
-)
+    changed = exposed_copy(bridge, copy_weights=True)
+    changed.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
+    changed.original_model.transformer.ln_f.bias.fill_(1.0)
+    assert verify(bridge, changed, tokens()).relative == math.inf
 
 
 def test_refused():
     bridge = boot("llama")
     copy = exposed_copy(bridge)
-    for bad, message in BAD_INPUTS:
+    for bad, message in (
+        (torch.tensor([[-1, 3]]), "values from -1 to 3"),
+        (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
+        (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
+        (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
+        ([[1, 2]], "got list"),
+    ):
         with pytest.raises(UnsupportedCallError, match=message):
             verify(bridge, copy, bad)
     for a, b, message in (
@@ -238,33 +189,11 @@ def test_refused():
         (boot("llama", torch.float32), copy, "dtype: got torch.float32"),
         (boot("phi3"), copy, "d_model: got 28"),
     ):
-        with pytest.raises(UnsupportedModelError, match=message) as caught:
-            verify(a, b, tokens())
-        assert str(caught.value).startswith("these models cannot be compared")
-    pictures = exposed_copy(boot("vit"))
-    with pytest.raises(UnsupportedCallError, match="no vocabulary"):
-        verify(pictures, pictures, inputs("vit"))
-
-
-@needs_hooked_transformer
-def test_hooked_transformers_that_cannot_be_compared():
-    from models import build
-
-    source = build("gelu")
-    converted, model = convert(source), expose_neuron_heads(build("gelu")).model
-    for a, b, message in (
-        (converted, converted, "expected the model before conversion"),
-        (source, source, r"expected a model from attn_only_lens\.convert"),
-        (build("gelu", d_mlp=53), converted, "d_mlp: got 53 in the source and 37"),
-        (build("gelu", dtype=torch.float32), converted, "dtype"),
-        (model, converted, "source: got ExposedTransformer"),
-        (expose_neuron_heads(build("gelu")).model, model, "source: got ExposedTransformer"),
-    ):
         with pytest.raises(UnsupportedModelError, match=message):
             verify(a, b, tokens())
 
 
-@pytest.mark.parametrize("make", each(GATED_CHOSEN, ["llama"]))
+@pytest.mark.parametrize("make", each(["gemma2", "phi3", "native_gated"], ["llama"]))
 @torch.no_grad()
 def test_calibrate(make):
     """The ranges are computed from the pre-activations in TransformerLens' own cache."""
@@ -276,8 +205,6 @@ def test_calibrate(make):
         assert limit == pytest.approx(1.5 * largest, rel=1e-12)
     assert calibration.n_tokens == 2 * POS
     assert calibration == calibrate(exposed_copy(model), tokens(), margin=1.5)
-    points = (m for m in model.modules() if isinstance(m, HookPoint))
-    assert not any(m._forward_hooks for m in points)
     # A layer whose pre-activations are larger has a larger range alone.
     for weight in ("W_gate", "gate"):
         part = getattr(model.blocks[1].mlp, weight, None)
@@ -291,22 +218,16 @@ def test_calibrate(make):
 
 def test_calibrate_refuses():
     bridge = boot("llama")
-    for model, message in (
-        (boot("gpt2"), "not gated"),
-        (nn.Linear(2, 3), "cannot be calibrated"),
+    bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
+    for model, inputs, message in (
+        (boot("gpt2"), tokens(), "not gated"),
+        (nn.Linear(2, 3), tokens(), "cannot be calibrated"),
+        (bridge, torch.tensor([[0, 41]]), "values from 0 to 41"),
+        (bridge, "a text", "no tokenizer"),
+        (bridge, tokens(), r"not finite in layers \[1\]|layer 1"),
     ):
-        with pytest.raises(UnsupportedModelError, match=message):
-            calibrate(model, tokens())
-    for margin in (0.5, None, "2", float("inf")):
+        with pytest.raises((UnsupportedModelError, UnsupportedCallError), match=message):
+            calibrate(model, inputs)
+    for margin in (0.5, "2", float("inf")):
         with pytest.raises(ValueError, match=f"got margin={margin!r}"):
             calibrate(bridge, tokens(), margin=margin)
-    for bad, message in (
-        (torch.tensor([[0, 41]]), "values from 0 to 41"),
-        (torch.zeros((0, 3), dtype=torch.long), r"int64 \[0, 3\]"),
-        ("a text", "no tokenizer"),
-    ):
-        with pytest.raises(UnsupportedCallError, match=message):
-            calibrate(bridge, bad)
-    bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
-    with pytest.raises(UnsupportedModelError, match=r"not finite in layers \[1\]|layer 1"):
-        calibrate(bridge, tokens())

@@ -19,7 +19,6 @@ from attn_only_lens import convert
 TOLERANCE = 1e-12
 
 MODELS = {
-    "gpt2": {"normalization_type": "LN"},
     "gpt2, deeper, other heads": {
         "normalization_type": "LN",
         "n_layers": 4,
@@ -96,22 +95,6 @@ def test_neuron_heads_entry_by_entry(both):
             # Control: (bias, self) instead of (self, bias) is far away.
             difference = dense[:D_MLP].diagonal(dim1=1, dim2=2)[:, :POS] - compact[text, ..., 1]
             assert difference.abs().max() > 0.5
-
-
-def test_original_heads_entry_by_entry(both):
-    cache, _, runs, _ = both
-    for block in range(0, len(runs[0].patterns), 2):
-        pattern = cache["pattern", block]
-        for text, run in enumerate(runs):
-            n_heads, dense = pattern.shape[1], run.patterns[block]
-            assert dense.shape == (n_heads + 1, POS + 1, POS + 1)  # the last head writes b_O
-            for head in range(n_heads):
-                expected = torch.zeros(POS + 1, POS + 1, dtype=torch.float64)
-                expected[:POS, :POS] = pattern[text, head]
-                expected[POS, POS] = 1.0
-                assert_same(dense[head], expected)
-            # Control: heads have different patterns.
-            assert (dense[0, :POS, :POS] - pattern[text, 1]).abs().max() > 0.1
 
 
 def test_the_stream_the_outputs_and_the_logits(both):

@@ -131,17 +131,6 @@ def test_wrong_constructions_fail(X, mlp):
         assert error(bias_token(X), mask=lambda _, mask=mask: mask) > 0.1
 
 
-def test_two_vectors_a_neuron_and_one_key_give_the_heads(mlp):
-    W_Q, W_O, W_K = factors(mlp)
-    assert W_K.tolist() == [0.0] * D + [-math.sqrt(D + 1)]
-    assert W_Q.shape == W_O.shape == (D + 1, D_MLP)
-    for i, head in enumerate(neuron_heads(mlp, N)):
-        W_QK = torch.outer(W_Q[:, i], W_K) / math.sqrt(D + 1)
-        torch.testing.assert_close(W_QK, head.W_QK, rtol=1e-15, atol=0)
-        W_OV = torch.outer(W_Q[:, i], W_O[:, i])
-        torch.testing.assert_close(W_OV, head.W_OV, rtol=1e-15, atol=0)
-
-
 def test_the_square_root_cancels_against_w_k(X, mlp):
     """In stock attention, head dimension 1 means division by √1, with W_K = [0 | -1]ᵀ."""
     W_Q, W_O, W_K = (W[..., None] for W in factors(mlp))

@@ -68,14 +68,6 @@ def test_d_plus_1_heads_replace_x(alpha):
     torch.testing.assert_close(again[:N, :D], twice, rtol=0, atol=1e-13)
 
 
-def test_the_linear_head_is_needed():
-    """Control: α's heads alone give X + α(X)."""
-    X = rand(N, D)
-    got = through_skip(replacing_heads(ALPHAS[0], N, D)[:-1], direct_sum(X, 1.0))
-    assert relative(got[:N, :D], X + F.silu(X)) < 1e-13
-    assert relative(got[:N, :D], F.silu(X)) > 0.1
-
-
 def test_it_must_leave_the_bias_token_alone():
     """Control: -I_{D+1} instead of -I_D ⊕ [0] is right once and wrong twice."""
     X, alpha = rand(N, D), ALPHAS[0]

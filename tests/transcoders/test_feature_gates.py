@@ -4,6 +4,7 @@ import pytest
 import torch
 from drawn_transcoders import ACTIVATIONS, FEATURES, K, active, drawn
 
+from attn_only_lens.errors import InputError
 from attn_only_lens.gates.features import active_features, feature_gate
 
 
@@ -71,3 +72,8 @@ def test_gates_have_gradients_of_zero(activation):
         assert torch.equal(gradient, torch.zeros_like(q))
     (gradient,) = torch.autograd.grad(gate_of(transcoder).activation(q).sum(), q)
     assert torch.equal(gradient, active(q.detach(), transcoder).to(q))
+
+
+def test_encode_refuses_another_width():
+    with pytest.raises(InputError, match=r"got x of shape \[3, 7\]; expected \[\.\.\., 5\]"):
+        drawn(5, activation="relu").encode(torch.zeros(3, 7, dtype=torch.float64))

@@ -436,6 +436,7 @@ REFUSED = [
     (changed(config=None), ["got reads='x'"], {"reads": "x"}),
     (changed(config=CONFIG | {"feature_output_hook": "hook_resid_post"}), ["output hook="], {}),
     (changed(False, CONFIG | {"activation": "gelu"}), ["got activation='gelu' in config"], {}),
+    (changed(False, CONFIG | {"activation": "topk", "k": 3}), ["got activation='topk'"], {}),
     (changed(config=CONFIG | {"activation": "relu"}), ["tensors are those of jumprelu"], {}),
     *(
         (with_text(name, text), [], INPUT)

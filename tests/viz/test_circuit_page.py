@@ -414,6 +414,7 @@ REFUSED = {
     "got nan as meta.value": {"meta": {**META, "value": float("nan")}},
     "z of 'L1N4' has 6": {"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}},
     "'L7N7', which is not a node's id or name": {"details": {"L7N7": viz.NodeDetails()}},
+    "finite number": {"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}},
     "values outside [0, 1]": {"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}},
     "got the role 'end' at token 7; the prompt has 7": {"meta": {**META, "roles": {"end": 7}}},
     "an example of 'L1N4'": {

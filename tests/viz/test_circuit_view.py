@@ -341,6 +341,7 @@ def test_what_is_not_the_graphs_is_refused(drawn):
         ({"model": model}, "got a model alone"),
         ({"contrast": contrast}, "got a contrast alone"),
         ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
+        ({"notes": "text"}, "got notes='text'; expected a list of texts"),
         ({"overlays": "exact"}, "got a str as overlays; expected viz.Overlays"),
         (
             {"model": model, "contrast": Contrast(prompts[:1], None, METRIC)},

@@ -206,6 +206,7 @@ def test_each_entry_stands_at_its_circuit_and_task():
     ("matrix", "said"),
     [
         (MATRIX.to_numpy(), "got a ndarray; expected a frame"),
+        (MATRIX.iloc[:0], "got a 0 × 3 matrix"),
         (MATRIX.replace(0.1, np.nan), "not finite"),
         (pd.concat([MATRIX, MATRIX]), "got 'a <b>' twice"),
     ],

@@ -142,9 +142,9 @@ def _with_edges(
         edges = graph.prune_edges(sizes.edge_mass).edges
         edges = edges.loc[~edges["source"].isin(["rest", "offset"]), [*_EDGE, "weight"]]
 
-    def renamed(ids: "pd.Series[str]") -> "pd.Series[str]":
-        parts = ids.astype(str).str.partition("@")
-        return parts[0].map(lambda name: names.get(name, name)) + parts[1] + parts[2]
+    def renamed(ids: "pd.Series[str]") -> list[str]:
+        parts = [str(one).partition("@") for one in ids]
+        return [f"{names.get(name, name)}{mark}{place}" for name, mark, place in parts]
 
     nodes = pd.DataFrame(
         {

@@ -1,40 +1,32 @@
-"""Train a saturated classifier of balanced brackets.
+"""A saturated classifier of balanced brackets, with its texts: `tests/fixtures/brackets`.
 
 The model has the architecture of ARENA's chapter on balanced brackets: three layers, two heads,
 bidirectional attention, and the answer at the first token. The model is right on nearly every text,
 and its logits hardly move until a patch changes its answer, which gradients do not predict.
 
 ARENA pads texts to one length and masks the padding. Here, all texts in a batch have the same
-length, so there is no padding. `tests/fixtures/brackets` holds this script's output with default
-settings.
-
-    python -m analyses.tools.train_brackets --out runs/brackets
+length, so there is no padding. `analyses/tools/README.md` says how the model was trained.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
-from tqdm import tqdm
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
-from analyses.tools.benching import machine
-from analyses.tools.options import Out, Smoke
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
 
 FIXTURE = Path(__file__).parents[2] / "tests" / "fixtures" / "brackets"
 NORM = {"w": "weight", "b": "bias"}
 START, PAD, END, OPEN, CLOSE = range(5)
+LONGEST = 20  # the largest number of brackets in a text
 BALANCED = p.custom(lambda logits: logits[:, 0, 1] - logits[:, 0, 0], name="balanced")
 """The metric: the logit of "balanced" minus that of "not balanced", at the first token."""
 
@@ -49,41 +41,6 @@ IN_BRIDGE = {
     "unembed.W_U": "head.weight",
 }
 """Names of weights in a native model, by names in a HookedTransformer, for one layer."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The settings that determine the result."""
-
-    n_layers: int = 3
-    n_heads: int = 2
-    d_model: int = 56
-    d_mlp: int = 56
-    longest: int = 20  # the largest number of brackets
-    seed: int = 0
-    steps: int = 1_500
-    rows: int = 128
-    lr: float = 2e-3
-    weight_decay: float = 0.01
-    held_out: int = 100  # the number of batches
-
-    def config(self) -> dict[str, Any]:
-        """Return keyword arguments for HookedTransformerConfig or TransformerBridgeConfig."""
-        return {
-            "n_layers": self.n_layers,
-            "n_heads": self.n_heads,
-            "d_model": self.d_model,
-            "d_head": self.d_model // self.n_heads,
-            "d_mlp": self.d_mlp,
-            "n_ctx": self.longest + 2,
-            "d_vocab": 5,
-            "d_vocab_out": 2,
-            "act_fn": "relu",
-            "normalization_type": "LN",
-            "attention_dir": "bidirectional",
-            "model_name": "brackets",
-            "device": "cpu",
-        }
 
 
 def balanced_texts(rows: int, length: int, generator: torch.Generator) -> Tensor:
@@ -122,41 +79,13 @@ def with_ends(brackets: Tensor) -> Tensor:
     return F.pad(F.pad(brackets, (1, 0), value=START), (0, 1), value=END)
 
 
-def batch(recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def batch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw tokens [rows, pos] of one length, half of them spoilt, and whether each is balanced."""
-    length = 2 * int(torch.randint(2, recipe.longest // 2 + 1, (), generator=generator))
-    brackets = balanced_texts(recipe.rows, length, generator)
-    for row, how in enumerate(("turned", "swapped", "shuffled") * (recipe.rows // 6)):
+    length = 2 * int(torch.randint(2, LONGEST // 2 + 1, (), generator=generator))
+    brackets = balanced_texts(rows, length, generator)
+    for row, how in enumerate(("turned", "swapped", "shuffled") * (rows // 6)):
         brackets[row] = spoilt(brackets[row], how, generator)
     return with_ends(brackets), is_balanced(brackets).long()
-
-
-def train(recipe: Recipe) -> HookedTransformer:
-    """Train a model from scratch."""
-    with quiet():
-        model = HookedTransformer(HookedTransformerConfig(**recipe.config(), seed=recipe.seed))
-    model.unembed.b_U.requires_grad_(False)  # native bridges have none
-    decay = recipe.weight_decay
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=decay)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    for step in tqdm(range(recipe.steps), unit="step"):
-        tokens, answers = batch(recipe, generator)
-        loss = F.cross_entropy(model(tokens)[:, 0], answers)
-        optimizer.zero_grad()
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = recipe.lr * min((step + 1) / 50, 1 - step / recipe.steps)
-        optimizer.step()
-    return model
-
-
-@torch.no_grad()
-def accuracy(model: Any, recipe: Recipe) -> float:
-    """Return the share of right answers on texts drawn with another seed."""
-    generator = torch.Generator().manual_seed(recipe.seed + 1_000_000)
-    batches = [batch(recipe, generator) for _ in range(recipe.held_out)]
-    right = [model(tokens)[:, 0].argmax(dim=-1) == answers for tokens, answers in batches]
-    return torch.cat(right).double().mean().item()
 
 
 @torch.no_grad()
@@ -218,36 +147,3 @@ def _as_linear(name: str, weight: Tensor) -> Tensor:
             return weight.T
         case _:
             return weight
-
-
-def main(
-    out: Out = Path("out/brackets"),
-    smoke: Smoke = False,
-) -> None:
-    """Train the classifier, and write its weights and its card."""
-    recipe = Recipe()
-    if smoke:
-        recipe = replace(recipe, n_layers=1, d_model=8, d_mlp=11, steps=3, rows=12, held_out=2)
-    torch.set_num_threads(1)  # so that sums are always computed in the same order
-    model = train(recipe)
-    out.mkdir(parents=True, exist_ok=True)
-    # Half precision halves the file; the reported accuracy is that of the rounded weights.
-    weights = {
-        name: x.detach().half().contiguous()
-        for name, x in model.named_parameters()
-        if x.requires_grad
-    }
-    save_file(weights, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(recipe.config(), indent=2) + "\n")
-    card = {
-        "made by": "python -m analyses.tools.train_brackets",
-        **asdict(recipe),
-        "accuracy": accuracy(load(out, torch.float32), recipe),
-        "machine": machine("cpu"),
-    }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
-    typer.echo((out / "card.json").read_text())
-
-
-if __name__ == "__main__":
-    typer.run(main)
