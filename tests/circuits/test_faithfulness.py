@@ -9,12 +9,12 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear, Contrast, Work
+from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits._faithfulness import SHARES
 from attn_only_lens.circuits.ablated_model import AblatedModel
-from attn_only_lens.circuits.search import SearchRun, smallest_prefix
+from attn_only_lens.circuits.search import SearchRun
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
@@ -112,14 +112,6 @@ def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation, positions):
     assert result.frame["completeness"].iloc[[0, -1]].tolist() == pytest.approx([1, 0])
 
 
-def test_random_rankings_do_worse_and_another_seed_draws_others(model):
-    contrast, how = contrast_of(), {"shares": (0.1, 0.4, 1.0), "n_random": 2}
-    ranking = p.attribution(model, contrast)
-    first, again = (faithfulness(model, contrast, ranking, **how, seed=seed) for seed in (0, 1))
-    assert first.cmd == again.cmd < first.random_cmd != again.random_cmd
-    assert (first.frame["random_min"] <= first.frame["random_max"]).all()
-
-
 def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(model, monkeypatch):
     """Use MIB's shares, where 0.5 to 1 is half of the range; f(C) is made up and exceeds 1 at 0.5.
 
@@ -171,12 +163,11 @@ def test_signed_order_puts_what_helps_first(model):
         assert signed.cpr > by_size.cpr
 
 
-@pytest.mark.parametrize("method", ["exact_gate", "patching"])
-def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model, method):
+def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model):
     contrast, (clean, corrupted) = contrast_of(), prompts()
     names = ["L0H0", "L0H1", "L1H0", "L1H1"]
     names += [f"L{layer}N{neuron}" for layer in (0, 1) for neuron in range(5)]
-    circuit = discover(model, contrast, sites=names, method=method, faithfulness=0.8)
+    circuit = discover(model, contrast, sites=names, method="patching", faithfulness=0.8)
     assert 1 < len(circuit) < circuit.n_sites == 14 * POS
     # Control: random circuits of the same size are not faithful enough.
     assert all(abs(1 - f) > 0.2 for f in circuit.random)
@@ -219,10 +210,9 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model, metho
     assert [result.accuracy, result.whole_accuracy, result.nothing_accuracy] == wins
 
 
-@pytest.mark.parametrize(("seed", "threshold"), [(5, 0.8), (10, 0.95)])
-def test_no_prefix_of_either_order_is_shorter(model, seed, threshold):
+def test_no_prefix_of_either_order_is_shorter(model):
     """The search tries all prefixes shorter than the circuit, whatever order the circuit has."""
-    contrast = contrast_of(batch=1, seed=seed)
+    contrast, threshold = contrast_of(batch=1, seed=10), 0.95
     ranking = p.attribution(model, contrast, direction="noise")
     ablated = ablated_model(model, contrast, ranking)
     orders = {order: ablated.ranked(ranking, order) for order in ("magnitude", "signed")}
@@ -246,20 +236,6 @@ def test_no_prefix_of_either_order_is_shorter(model, seed, threshold):
     assert len(search.shorter_prefix(both, both[0][: size + 5])) == size
     best = both[0][:size]
     assert search.shorter_prefix(both, best) is best  # control
-
-
-def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
-    class Ablated:
-        n_sites, sizes = 2**17, []
-
-        def faithfulness_and_error(self, circuits):
-            self.sizes += map(len, circuits)
-            shares = np.array([min(len(circuit) / 100, 1) for circuit in circuits])
-            return shares, abs(1 - shares)
-
-    ablated = Ablated()
-    assert len(smallest_prefix(ablated, np.arange(ablated.n_sites), 0.9)) == 90
-    assert max(ablated.sizes) < 2**10
 
 
 def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
@@ -296,28 +272,6 @@ def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
     assert len(set(ablated.tried)) == len(ablated.tried) == len(search.tried)
     without = search.prefixes(orders)[0]  # control
     assert len(without) > len(effects) - only_first
-
-
-def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypatch):
-    """The search's circuits are as faithful as for an ablated model that records its own runs."""
-
-    def refuse(*args, **options):
-        raise AssertionError("recorded again")
-
-    contrast, low = contrast_of(), bridges.exposed_copy(bridges.boot("gpt2", torch.float32))
-    estimate = p.Estimate("secant", budget=0)
-    how = {"method": estimate, "search": Search(order="magnitude")}
-    with monkeypatch.context() as patch:
-        patch.setattr("attn_only_lens.engine.recording.record", refuse)
-        with pytest.raises(AssertionError, match="recorded again"):
-            # control: a float32 ranking is not in the model's dtype
-            discover(model, contrast, **how)
-        tried = discover(low, contrast, **how).tried
-    ranking = p.attribution(low, contrast, method=estimate, direction="noise")
-    ablated = ablated_model(low, contrast, ranking)
-    order = ablated.ranked(ranking, "magnitude")
-    expected = ablated.faithfulness([order[:size] for size in tried["n_sites"]])
-    np.testing.assert_allclose(tried["faithfulness"], expected, rtol=0, atol=1e-4)
 
 
 def test_slopes_are_those_of_plain_hooks(model):
@@ -384,38 +338,15 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit(model, capsys):
     assert "the original: search: " in said
 
 
-def test_neurons_of_bilinear_gates():
-    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    contrast = contrast_of()
-    ranking = p.attribution(model, contrast, sites=p.Sites(NAMES, "all"))
-    result = faithfulness(model, contrast, ranking, n_random=0)
-    assert result.frame["faithfulness"].iloc[-1] == pytest.approx(1)
-    assert np.isfinite(result.frame["completeness"]).all()
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_standard_error_needs_two_pairs_of_different_prompts(model, n):
-    clean, corrupted = prompts()
-    circuit = discover(model, Contrast(clean[:1], corrupted[:1], METRIC))
-    rows = [0, *range(n)]  # the first pair is equal
-    corrupted = torch.cat([clean[:1], corrupted[:n]])
-    error = evaluate(model, circuit, Contrast(clean[rows], corrupted, METRIC)).standard_error
-    assert np.isnan(error) == (n < 2)
-
-
 @pytest.mark.parametrize(
     ("how", "match"),
     [
         ({"ablation": "bias"}, "ablation='bias'"),
-        ({"order": "best"}, "order='best'"),
-        ({"shares": [0.5]}, r"shares \[0\.5\]"),
         ({"shares": [0.5, 0.1]}, r"shares \[0\.5, 0\.1\]"),
-        ({"shares": [0, "x"]}, r"shares \[0, 'x'\]"),
         ({"n_random": -1, "seed": "x"}, "(?s)n_random=-1.*seed='x'"),
         (["L0N3@1"], "ranking: got a list"),
         # No later head reads this neuron at position 0.
         ({"sites": p.Sites(["L1N3"], [0])}, "for which the values differ"),
-        ({"sites": p.Sites(["L1N3"], -1)}, "from the end"),
         ({"sites": p.Sites(["L1N3"], "end")}, "but the contrast has no roles"),
         ({"sites": ["L1N3"], "per_prompt": True}, "one row per prompt"),
     ],
@@ -442,24 +373,20 @@ def test_a_circuit_at_columns_has_prompts_with_the_same_columns(model):
         mask[:, :first] = mask[:, POS + first :] = 0
         return Contrast(*sides, METRIC, mask=mask)
 
-    found = discover(model, contrast_of(), sites=["L0N3", "L1H0"], search=Search(n_random=0))
     moved = discover(model, padded(2, 0), sites=["L0N3", "L1H0"], search=Search(n_random=0))
-    assert (found.n_pos, found.start, moved.n_pos, moved.start) == (POS, 0, POS, 2)
-    longer = Contrast(tokens(0, 2, POS + 2), tokens(1, 2, POS + 2), METRIC)
-    for circuit, first, others in ((found, 0, (1, 2)), (moved, 2, (0, 1))):
-        expected = evaluate(model, circuit, padded(first, 0))
-        again = evaluate(model, circuit, padded(first, 2 - first))
-        assert again.faithfulness == pytest.approx(expected.faithfulness, abs=1e-9)
-        assert again.faithfulness == pytest.approx(circuit.faithfulness, abs=1e-9)
-        assert attribution_graph(model, padded(first, 0), sites=circuit).circuit is circuit
-        for start in others:
-            match = f"first token has position {start}; expected position {first}, as in"
-            with pytest.raises(InputError, match=match):
-                evaluate(model, circuit, padded(start, 2 - start))
-            with pytest.raises(InputError, match=match):
-                attribution_graph(model, padded(start, 2 - start), sites=circuit)
-        with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
-            evaluate(model, circuit, longer)
+    assert (moved.n_pos, moved.start) == (POS, 2)
+    expected = evaluate(model, moved, padded(2, 0))
+    assert expected.faithfulness == pytest.approx(moved.faithfulness, abs=1e-9)
+    assert attribution_graph(model, padded(2, 0), sites=moved).circuit is moved
+    found = discover(model, contrast_of(), sites=["L0N3", "L1H0"], search=Search(n_random=0))
+    again = evaluate(model, found, padded(0, 2))
+    assert again.faithfulness == pytest.approx(found.faithfulness, abs=1e-9)
+    for start in (0, 1):
+        match = f"first token has position {start}; expected position 2, as in"
+        with pytest.raises(InputError, match=match):
+            evaluate(model, moved, padded(start, 2 - start))
+        with pytest.raises(InputError, match=match):
+            attribution_graph(model, padded(start, 2 - start), sites=moved)
     everywhere = p.Sites(["L0N3", "L1H0"], "all")
     whole = discover(model, contrast_of(), sites=everywhere, search=Search(n_random=0))
     result = evaluate(model, whole, padded(2, 0))
@@ -475,13 +402,8 @@ def test_other_refusals(model):
     circuit = discover(model, contrast, sites=["L0N3", "L1H0"], search=Search(n_random=0))
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
         evaluate(model, circuit, longer)
-    for options, match in (
-        ({"method": "best", "search": "best"}, "(?s)method='best'.*got a str as search"),
-        ({"faithfulness": "x", "work": Work(batch_size=3)}, "(?s)faithfulness='x'.*batch_size=3"),
-        ({"faithfulness": 2}, "faithfulness=2"),
-    ):
-        with pytest.raises(InputError, match=match):
-            discover(model, contrast, **options)
+    with pytest.raises(InputError, match=r"(?s)method='best'.*got a str as search"):
+        discover(model, contrast, method="best", search="best")
     with pytest.raises(
         InputError, match=r"(?s)ablation='bias'.*order='best'.*n_random=-1.*seed=1\.5.*resamples=1"
     ):

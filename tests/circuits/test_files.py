@@ -14,7 +14,6 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.storage import Document
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +63,16 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
     assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
 
 
-@pytest.mark.parametrize(
-    ("heads", "layers"), [("all", [0, 3]), (["L3H3", HeadName.parse("L0N7")], None)]
-)
-@pytest.mark.parametrize(
-    "positions",
-    ["all", -1, range(2), (np.int64(3), 1), torch.tensor([1, 5]), ["end", "start"], "end"],
-)
-def test_all_sites_and_positions(circuit, heads, layers, positions, tmp_path):
-    sites = p.Sites(heads, positions, layers)
-    replace(circuit, candidates=sites).save(tmp_path / "a.json")
-    again = circuits.Circuit.load(tmp_path / "a.json").candidates
-    assert again == replace(sites, heads=list(map(str, sites.heads)))
+def test_all_sites_and_positions(circuit, tmp_path):
+    for sites in (
+        p.Sites("all", -1, layers=[0, 3]),
+        p.Sites(["L3H3", HeadName.parse("L0N7")], (np.int64(3), 1)),
+        p.Sites("neurons", torch.tensor([1, 5])),
+        p.Sites("heads", ["end", "start"]),
+    ):
+        replace(circuit, candidates=sites).save(tmp_path / "a.json")
+        again = circuits.Circuit.load(tmp_path / "a.json").candidates
+        assert again == replace(sites, heads=list(map(str, sites.heads)))
 
 
 def set_at(*path, to):
@@ -92,9 +89,6 @@ def set_at(*path, to):
     [
         (lambda whole: whole["circuit"]["frame"].pop("effect"), "its frame has no effect"),
         (lambda whole: whole["circuit"]["frame"]["name"].pop(), "holds no circuit: All arrays"),
-        (lambda whole: whole["circuit"].pop("n_pos"), "circuit.n_pos is missing"),
-        (set_at("ablation", to="melt"), "got 'melt'"),
-        (set_at("frame", "name", 0, to={}), "frame"),
         (set_at("candidates", "heads", 0, to=7), r"candidates\.heads\[0\]: got 7; expected str"),
         (
             set_at("candidates", "layers", to=[3, 3]),
@@ -134,7 +128,6 @@ def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
             f"9, but this .* version {version}",
         ),
         (json.dumps(whole)[:-7], "is not valid JSON"),
-        ("[]", "has format 'list'"),
         ("[" * 100_000, "recursion"),
     ):
         path.write_text(text, "utf-8")
@@ -143,20 +136,6 @@ def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         read(path)
-
-
-def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
-    Document("attn_only_lens.CircuitGraph", 3, dict).write(tmp_path / "graph.json")
-    with pytest.raises(CheckpointError, match=r"which circuits\.CircuitGraph\.load opens"):
-        circuits.Circuit.load(tmp_path / "graph.json")
-
-
-def test_a_printed_circuit_fits_into_80_columns_and_says_what_a_missing_site_means(circuit):
-    """The table also fits with the columns of stability."""
-    lines = repr(circuit).splitlines()
-    assert "inclusion_low" in lines[1]
-    assert max(map(len, lines[1:])) <= 80
-    assert " ".join(lines).split()[-1] == "shell."
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +163,10 @@ def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
 @pytest.mark.parametrize(
     ("path_to", "value", "match"),
     [
-        (("edges", "source", 0), 0.7, "expected int"),
         (("edges", "source", 0), -1, "got source -1; expected a row index"),
         (("edges", "source", 0), 10**6, "IndexError"),
         (("nodes", "position", 0), 6, "embed@0 at a position outside the prompts"),
-        (("nodes", "name", 0), 7, r"name\[0\]: got 7; expected str"),
         (("tokens", 0, 0), 7, r"tokens\[0\]\[0\]: got 7; expected str"),
-        (("tokens", 0), "abcde", "got 'abcde'; expected list"),
-        (("mass",), 1.5, "got mass=1.5"),
     ],
 )
 def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to, value, match):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_only_lens import Bilinear, Contrast, Work, calibrate, circuits
+from attn_only_lens import Contrast, Work, circuits
 from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
@@ -144,17 +144,11 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     return expansion
 
 
-def test_neurons_of_bilinear_gates():
-    bridge = bridges.boot("native_gated")
-    gate = Bilinear(4, calibration=calibrate(bridge, PROMPT))
-    check(bridges.exposed_copy(bridge, gate=gate), 1e-8)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated", "olmo2"])
 def test_paths(name):
     """Bridged RMS norms compute in float32, so their tolerance is 1e-5."""
     model = bridges.exposed_copy(bridges.boot(name))
-    bound = 1e-5 if name in ("olmo2", "granite") else 1e-11
+    bound = 1e-5 if name == "olmo2" else 1e-11
     check(model, bound, gated=name not in ("gpt2", "neox"))
 
 
@@ -167,21 +161,6 @@ def test_a_soft_cap_is_after_the_paths():
     slope = 1 - torch.tanh(total[0, -1] / cap) ** 2
     expected = slope[7] * expansion.logits[:, 0, -1, 7] - slope[8] * expansion.logits[:, 0, -1, 8]
     assert abs(expansion.effects()["effect"].to_numpy() - expected.numpy()).max() < 1e-6
-
-
-def test_paths_of_a_small_gradient():
-    """A metric of a thousandth has a thousandth of every effect, and as many paths."""
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
-
-    def effects(size):
-        metric = p.custom(lambda logits: size * (logits[:, -1, 7] - logits[:, -1, 8]))
-        expansion = circuits.path_expansion(model, Contrast(PROMPT, None, metric))
-        paths = expansion.paths(10**6, work=Work(batch_size=29))
-        return paths.set_index(["first", "second"])["effect"].sort_index()
-
-    whole, small = effects(1.0), effects(1e-9)
-    assert (whole.index == small.index).all()
-    np.testing.assert_allclose(1e9 * small, whole, atol=1e-12 * abs(whole).max())
 
 
 def test_the_other_factor_held():

@@ -4,7 +4,6 @@ import json
 import math
 from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 from bridges import boot, exposed_copy
@@ -14,7 +13,6 @@ from tiny_tokenizer import tiny_tokenizer
 from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, neuron_gate, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
-from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
 
 pytestmark = pytest.mark.numeric
@@ -25,7 +23,6 @@ corpus_of = partial(neurons.Corpus, context=CONTEXT)
 MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
     "gated": lambda: exposed_copy(boot("llama")),
-    "relu": lambda: exposed_copy(boot("neox_sequential")),
     "bilinear": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
     "attends to padding": lambda: exposed_copy(boot("bert")),
 }
@@ -109,24 +106,6 @@ def test_they_are_those_of_a_sort(model_and_rows, by):
             values, others = ([row["value"] for row in x] for x in (rows, others))
             assert others == pytest.approx(values, rel=1e-9, abs=1e-12)
     assert has_equals  # control: the order of equal values is tested
-
-
-def test_all_neurons_and_a_selection(plain):
-    texts = corpus()
-    every = neurons.top_examples(plain, None, corpus_of(texts), k=2)
-    assert len(every) == 2 * 2 * 2 * 37
-    smallest = corpus_of(texts, ends="smallest")
-    layer = neurons.top_examples(plain, p.Sites("neurons", layers=1), smallest, k=2)
-    expected = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
-    # Hooks in layer 0 change the rounding.
-    for first, second in zip(layer.to_dict("records"), expected.to_dict("records"), strict=True):
-        assert first["value"] == pytest.approx(second["value"], rel=1e-9, abs=1e-12)
-        assert (first["name"], first["rank"]) == (second["name"], second["rank"])
-
-
-def test_fewer_tokens_than_examples(plain):
-    frame = neurons.top_examples(plain, "L0N3", corpus_of([[1, 2], [3]], ends="largest"), k=20)
-    assert sorted(zip(frame["text"], frame["at"], strict=True)) == [(0, 0), (0, 1), (1, 0)]
 
 
 def bins(x):
@@ -218,15 +197,6 @@ def test_statistics_are_kept(plain, tmp_path):
             call()
 
 
-def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
-    result = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
-    arrow = result.frame()
-    monkeypatch.setattr(statistics, "find_spec", lambda name: None)
-    plain_lists = result.frame()
-    assert plain_lists["tokens"].dtype == object != arrow["tokens"].dtype
-    assert plain_lists.to_dict("records") == arrow.to_dict("records")
-
-
 def by_loss(model, text, name, position, scale):
     """Return the loss of a text when a neuron's z at a position is multiplied by `scale`."""
     head = HeadName.parse(name)
@@ -243,19 +213,19 @@ def by_loss(model, text, name, position, scale):
     return -logs[torch.arange(len(text) - 1), torch.tensor(text[1:])].mean().item()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_attributions_are_derivatives(family):
-    model, texts = exposed_copy(boot(family)), [[3, 5, 7, 11], [2, 13, 17]]
+def test_attributions_are_derivatives():
+    model, texts = exposed_copy(boot("llama")), [[3, 5, 7, 11], [2, 13, 17]]
     names, by = ["L0N3", "L1N29"], {"by": "attribution", "metric": p.loss()}
-    frame = neurons.top_examples(model, names, corpus_of(texts, ends="largest"), k=7, **by)
+    corpus = corpus_of(texts, ends="largest")
+    found = neurons.corpus_statistics(model, [*names, "L1H1"], corpus, k=7, **by)
+    frame = found.neurons.frame()
     assert len(frame) == 14
     assert (frame["value"].abs() > 1e-7).sum() >= 8  # z of the last tokens has no effect
-    for row in frame.to_dict("records"):
+    for row in [*frame.to_dict("records"), *found.heads.frame().to_dict("records")]:
         place = texts[row["text"]], row["name"], row["at"]
         # The steps are large because LLaMA's norm computes in float32.
         slope = (by_loss(model, *place, 1.01) - by_loss(model, *place, 0.99)) / 0.02
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
-        assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
     # Texts of one token have no loss, and other texts are not affected.
     short = corpus_of([[3], [5], *texts], ends="largest")
     shifted = neurons.top_examples(model, names, short, k=9, work=Work(batch_size=2), **by)
@@ -352,17 +322,11 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     [
         (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
         (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, 1 or more"),
-        (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
-        (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
-        (NAMES, [[1]], {"work": Work(prompts_at_once=2)}, "does not use prompts_at_once"),
         (p.Sites(NAMES, -1), [[1]], {}, "got positions=-1; expected heads without positions"),
         (NAMES, [[]], {}, "has no tokens except BOS"),
-        (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
-        (NAMES, ["a text"], {}, "text 0: got a text, but the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
-        (NAMES, [["a", "text"]], {}, "text 0: "),
         (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),
     ],
 )
@@ -376,18 +340,9 @@ def test_a_corpus_is_refused(plain):
         neurons.top_examples(plain, NAMES, neurons.Corpus([[1]], context=18))
     with pytest.raises(InputError, match=r"got a list; expected a corpus: neurons\.Corpus\(texts"):
         neurons.top_examples(plain, NAMES, [[1]])
-    for no_texts in (3, None, torch.tensor(7), {"text": "a"}, pd.DataFrame({"text": ["a"]})):
-        with pytest.raises(InputError, match="expected a file or a list of texts") as refused:
-            neurons.Corpus(no_texts, before=-1)
-        assert len(refused.value.reasons) == 2
     with pytest.raises(InputError) as refused:
-        neurons.Corpus([[1]], context=1, ends="first", before=-1, after=0.5)
-    assert [reason.partition(";")[0] for reason in refused.value.reasons] == [
-        "got context=1",
-        "got ends='first'",
-        "got before=-1",
-        "got after=0.5",
-    ]
+        neurons.Corpus({"text": "a"}, context=1, ends="first", before=-1, after=0.5)
+    assert len(refused.value.reasons) == 5
 
 
 def test_activations_that_are_not_finite_are_refused():
@@ -396,12 +351,3 @@ def test_activations_that_are_not_finite_are_refused():
         model.W_E[7] = math.inf  # padding cannot be tested, so each text runs alone
     with pytest.raises(InputError, match="an activation in texts 1 to 1 is not finite"):
         neurons.top_examples(model, NAMES, corpus_of([[1, 2], [3, 7]]))
-
-
-def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
-    """Refuse an infinite value even if the output is finite: z = relu(-∞) is 0."""
-    model = exposed_copy(boot("neox_sequential"))
-    with torch.no_grad():
-        model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf
-    with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
-        neurons.neuron_statistics(model, ["L1N3"], corpus_of([[1, 2], [3, 4]]))

@@ -5,9 +5,8 @@ import torch
 import transformers
 from allocations import Allocated
 from bridges import bridged
-from common import needs_hooked_transformer
 
-from attn_only_lens import Contrast, convert, expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching.run_patches import Batching
 
@@ -17,20 +16,12 @@ SITES = [f"L0N{i}" for i in range(7)]
 ATTENTION = [f"L0H{i}" for i in range(HEADS)]
 
 
-def hooked(**changes):
-    from models import build  # a module-level import would skip the module under 4
-
-    sizes = {"n_layers": 2, "d_model": D_MODEL, "n_heads": HEADS, "d_head": 13, "d_mlp": D_MLP}
-    return convert(build("gelu", torch.float32, **sizes, n_ctx=POS, d_vocab=D_VOCAB, **changes))
-
-
 def bridge(config):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return expose_neuron_heads(bridged(model.eval())).model
 
 
 MODELS = {
-    "converted": lambda: hooked(positional_embedding_type="rotary", rotary_dim=6),
     "gpt2": lambda: bridge(
         transformers.GPT2Config(
             **{"vocab_size": D_VOCAB, "n_positions": POS, "n_layer": 2, "n_head": HEADS},
@@ -47,9 +38,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("converted", marks=needs_hooked_transformer), "gpt2", "grouped"]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch):
     """Cover whole prompts, one token with all earlier keys and values, and all logits."""
     model, shares = MODELS[name](), []

@@ -6,7 +6,6 @@ import sys
 import traceback
 from typing import NamedTuple
 
-import bridges
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +16,6 @@ from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
-from attn_only_lens.patching.job import is_first
 from attn_only_lens.storage import chunks
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -145,19 +143,10 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
     assert len(list(folder.iterdir())) == 6  # the settings and five chunks
 
 
-def test_processes_need_a_folder(monkeypatch):
+def test_processes_need_a_folder(swept, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
-    contrast = Contrast(torch.tensor([3, 4]), torch.tensor([3, 5]), p.logit_diff(1, 2))
     with pytest.raises(InputError, match="2 processes were launched"):
-        p.activation_patch(model, contrast)
-
-
-def test_the_first_process_reports(monkeypatch):
-    assert is_first()
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert not is_first()
+        swept()
 
 
 def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from common import needs_hooked_transformer
 
 from analyses.tools import train_brackets as brackets
@@ -62,23 +61,6 @@ def test_no_more_is_expected_than_is_reached():
                 n_low += reached < 0.98
                 assert expected is None or expected - reached <= 0.02
     assert n_low >= 5
-
-
-def test_the_classifier_is_right():
-    recipe, bridge = brackets.Recipe(), brackets.load_bridge()
-    tokens, answers = brackets.batch(recipe, torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        logits = bridge(tokens)[:, 0]
-    assert (logits.argmax(dim=-1) == answers).double().mean() > 0.98  # over 128 texts
-    assert 0.2 < answers.double().mean() < 0.8
-
-
-@needs_hooked_transformer
-def test_the_bridge_has_the_weights_of_the_hooked_transformer():
-    tokens, _ = brackets.batch(brackets.Recipe(), torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        got, expected = (model(tokens) for model in (brackets.load_bridge(), brackets.load()))
-    assert (got - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
 @needs_hooked_transformer
