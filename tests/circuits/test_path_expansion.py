@@ -163,6 +163,21 @@ def test_a_soft_cap_is_after_the_paths():
     assert abs(expansion.effects()["effect"].to_numpy() - expected.numpy()).max() < 1e-6
 
 
+def test_paths_of_a_small_gradient():
+    """A metric of a thousandth has a thousandth of every effect, and as many paths."""
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+
+    def effects(size):
+        metric = p.custom(lambda logits: size * (logits[:, -1, 7] - logits[:, -1, 8]))
+        expansion = circuits.path_expansion(model, Contrast(PROMPT, None, metric))
+        paths = expansion.paths(10**6, work=Work(batch_size=29))
+        return paths.set_index(["first", "second"])["effect"].sort_index()
+
+    whole, small = effects(1.0), effects(1e-9)
+    assert (whole.index == small.index).all()
+    np.testing.assert_allclose(1e9 * small, whole, atol=1e-12 * abs(whole).max())
+
+
 def test_the_other_factor_held():
     model = bridges.exposed_copy(bridges.boot("llama"))
     up = check(model, 1e-5, gated=True, held="up").logits

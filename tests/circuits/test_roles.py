@@ -16,8 +16,6 @@ from page_of_circuit import read_back
 from attn_only_lens import Contrast, HeadName, Work, explain, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
-from attn_only_lens.circuits.ablated_model import AblatedModel
-from attn_only_lens.circuits.stability import random_halves, resampled
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
@@ -300,24 +298,9 @@ def test_a_page_by_role_shows_plain_runs_of_the_shown_prompt(model, roles, of_ci
     assert moved  # control: another row would differ
 
 
-def test_a_page_by_role_refuses_other_prompts_and_roles(model):
-    contrast, _ = prompts(ROLES)
-    graph = attribution_graph(model, contrast, positions="roles", top=7)
-    fewer = {role: ROLES[role] for role in ("subject", "end")}
-    for wrong, reason in (
-        (prompts(ROLES, seed=1)[0], "got prompts or a model with which"),
-        (replace(contrast, corrupted=contrast.clean), "identical prompts|the metric changes by"),
-        (replace(contrast, roles=fewer), "lacks roles of the graph: verb; expected all"),
-    ):
-        with pytest.raises(InputError, match=reason):
-            viz.circuit_view(graph, model, wrong)
-    with pytest.raises(InputError, match="got prompt=3; the graph has 3 prompts"):
-        viz.circuit_view(graph, model, contrast, prompt=3)
-
-
 def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch, tmp_path):
     """Circuits, graphs and means of sweeps refuse them before any run."""
-    contrast, pairs = prompts(ROLES)
+    contrast, _ = prompts(ROLES)
     contrast = replace(contrast, roles={})
     left, all_at_once = on_the_left(contrast), p.Sites(SITES, "all")
     ranking = p.attribution(model, contrast, sites=all_at_once)
@@ -349,19 +332,6 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
                     call()
     assert not (tmp_path / "parts").exists()
     evaluate(model, whole, contrast)  # positions="all" need no numbers
-    alone = Contrast(*(x[None] for x in pairs[1]), METRIC)
-    for sweep, make in (
-        (p.activation_patch, lambda x: {"sites": p.Sites(SITES[:2], x)}),
-        (p.attribution, lambda x: {"sites": p.Sites(SITES[:2], x)}),
-        (p.path_patch, lambda x: {"edges": p.Edges(p.Sites(SITES[:1], x), ["L1N5"])}),
-    ):
-        rows = sweep(model, contrast, **make([2]), per_prompt=True).frame
-        expected = sweep(model, alone, **make([2])).frame["value"]
-        got = rows.query("prompt == 1")["value"]
-        np.testing.assert_allclose(got, expected, rtol=0, atol=EXACT)
-        frames = [sweep(model, by_role, **make(x)).frame for x in ("each", "roles")]
-        pd.testing.assert_frame_equal(*frames)
-        assert frames[0]["position"].unique().tolist() == list(ROLES)
 
 
 def test_names_say_their_role(model):
@@ -369,15 +339,12 @@ def test_names_say_their_role(model):
     contrast, _ = prompts(ROLES)
     every = p.Sites(["L0N3", "L0H1", "L1H0"], "roles")
     every = p.activation_patch(model, contrast, sites=every).frame
-    names = ["L0N3@subject", "L1H0@end", "L0H1"]
-    some = p.activation_patch(model, contrast, sites=p.Sites(names, "roles")).frame
-    key = ["name", "position"]
+    names, key = ["L0N3@subject", "L1H0@end", "L0H1"], ["name", "position"]
+    some = p.activation_patch(model, contrast, sites=names).frame
     expected = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
     assert set(some[key].itertuples(index=False, name=None)) == expected
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
-    by_default = p.activation_patch(model, contrast, sites=names).frame
-    pd.testing.assert_frame_equal(by_default, some)
     circuit = discover(model, contrast, sites=p.Sites(names, "roles"), faithfulness=0.5)
     assert circuit.n_sites == len(expected)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= expected
@@ -405,7 +372,7 @@ def test_circuits_of_chunks_are_those_of_all_prompts(model):
         assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-6)
 
 
-def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_errors(model):
+def test_prompts_of_a_loss_weigh_by_their_tokens(model):
     """Compare with weighted sums over prompts, each of which is evaluated alone."""
     lengths, end = (7, 5, 3, 6), {"subject": 1, "end": -1}
     generator = torch.Generator().manual_seed(0)
@@ -430,31 +397,6 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
     result = evaluate(model, circuit, contrast)
     got = result.faithfulness, result.standard_error, result.error
     assert got == pytest.approx(of(circuit, range(len(lengths))), rel=1e-6)
-    pair = contrast.pair(model)
-    sites = site_rows(site_groups(model, pair, BY_ROLE, "z"))
-    rows = np.flatnonzero(circuit.contains(sites))
-    halves, effects = list(random_halves(4, 4, seed=0)), np.arange(4.0) * np.ones((len(sites), 1))
-    ranked = []
-
-    def search(ablated, some):
-        ranked.append(some[0])
-        return rows, None
-
-    def ablate(some):
-        return AblatedModel(
-            *(model, pair.of_prompts(some, cut=False), loss, sites), ablation="resample"
-        )
-
-    stability = resampled(search, ablate, ablate(range(4)), sites, effects, iter(halves))
-    assert stability.jaccard == pytest.approx(1)  # the search always finds this circuit
-    for number, (half, others) in enumerate(halves):
-        for columns, some in (("", half), ("held_out_", others)):
-            measured = stability.resamples[f"{columns}faithfulness"][number]
-            assert measured == pytest.approx(of(circuit, some)[0], rel=1e-6)
-        assert ranked[number] == pytest.approx(weights[half] @ half / weights[half].sum())
-    mean, error, _ = of(circuit, range(len(lengths)))
-    held_out = stability.held_out.loc["faithfulness"]
-    assert held_out.tolist() == pytest.approx([mean, error], rel=1e-6)
     graph = attribution_graph(model, contrast, positions="roles", top=5)
     nodes = list(graph.heads["id"])
     alone = [attribution_graph(model, one, positions="roles", sites=nodes) for one in singles]
@@ -464,20 +406,3 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
     np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=1e-6)
     errors = np.sqrt((w**2 * (values - mean) ** 2).sum(axis=0) * n / (n - 1))
     np.testing.assert_allclose(graph.heads["error"].to_numpy(), errors, rtol=1e-6)
-
-
-def test_an_equal_pair_does_not_count_in_the_error_of_an_evaluation(model):
-    contrast, _ = prompts(ROLES)
-    circuit = discover(model, contrast, sites=BY_ROLE, search=ALONE)
-    alone = evaluate(model, circuit, contrast)
-    roles = {role: [*x, x[0]] if isinstance(x, list) else x for role, x in ROLES.items()}
-    sides = {
-        name: torch.cat([getattr(contrast, name), contrast.clean[:1]])
-        for name in ("clean", "corrupted")
-    }
-    mask = torch.cat([contrast.mask, contrast.mask[:1]])
-    more = replace(contrast, **sides, mask=mask, roles=roles)
-    for n in (None, 1):
-        result = evaluate(model, circuit, more, work=Work(prompts_at_once=n))
-        assert result.error == pytest.approx(alone.error, rel=1e-6)
-        assert result.faithfulness == pytest.approx(alone.faithfulness, rel=1e-6)

@@ -346,35 +346,6 @@ def test_graphs_that_make_no_sense_are_refused(model, how, reason):
         circuits.attribution_graph(model, **{"contrast": CONTRAST} | how)
 
 
-def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
-    n, key = 3, ["source", "target"]
-    task = tasks.agreement(model.tokenizer, n, seed=3)
-    graph = circuits.attribution_graph(model, task, positions="roles", top=12)
-    ids = list(graph.heads["id"])
-    singles, edges = [], []
-    for i in range(n):
-        length = int(model.to_tokens(task.clean[i]).shape[1])
-        places = {role: where[i] % length for role, where in task.roles.items()}
-        renamed = {f"{name.split('@')[0]}@{places[name.split('@')[1]]}": name for name in ids}
-        metric = p.logit_diff(task.answers[i], task.wrong[i])
-        contrast = Contrast(task.clean[i], task.corrupted[i], metric)
-        alone = circuits.attribution_graph(model, contrast, sites=list(renamed))
-        singles.append(alone.heads.replace({"id": renamed}).set_index("id")["attribution"])
-        within = alone.edges[alone.edges[key].isin(list(renamed)).all(axis=1)]
-        edges.append(within.replace(dict.fromkeys(key, renamed)).groupby(key)["weight"].sum())
-    singles, edges = pd.concat(singles, axis=1), pd.concat(edges, axis=1).fillna(0.0)
-    heads = graph.heads.set_index("id")
-    np.testing.assert_allclose(heads["attribution"], singles.mean(axis=1)[ids], atol=1e-4)
-    errors = singles.std(axis=1)[ids] / np.sqrt(n)
-    np.testing.assert_allclose(heads["error"].astype(float), errors, atol=1e-4)
-    got = graph.edges.groupby(key)["weight"].sum().reindex(edges.index).fillna(0.0)
-    np.testing.assert_allclose(got, edges.mean(axis=1), atol=1e-4)
-    assert (edges.mean(axis=1).abs() > 1e-2).sum() > 3
-    inflow = graph.inflow()
-    nodes = graph.nodes.set_index("id")["attribution"]
-    assert (inflow - nodes.reindex(inflow.index)).abs().max() < 1e-4 * graph.value
-
-
 def test_held_out_pairs_say_whether_the_circuit_holds(model):
     """Compare with `evaluate`, on pairs of other lengths. Bad pairs are refused at once."""
     pairs = tasks.agreement(model.tokenizer, 13, seed=3)
@@ -389,9 +360,6 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     assert why.title.partition("±")[0] in str(why.view())
     assert "Test it on other pairs" not in why.text()
     assert why.circuit.tried["error"].min() <= 0.1
-    with_less = explain(model, pairs[:2], held_out=pairs[5:], strong=1.0, faithfulness=0.5)
-    warns = with_less.held_out.faithfulness < 0.7 * with_less.circuit.faithfulness
-    assert ("does not hold there" in with_less.text()) == warns
     for held_out, reason in (
         (
             replace(pairs[5:], roles={"end": -1}),
@@ -408,9 +376,6 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     mask[0, 0] = 0
     with pytest.raises(InputError, match="held_out: got prompts whose first token has position 1"):
         explain(model, CONTRAST, held_out=Contrast(*rows, CONTRAST.metric, mask=mask))
-    longer = Contrast(f"{CLEAN} here", f"{CORRUPTED} here", CONTRAST.metric)
-    with pytest.raises(InputError, match="held_out: got prompts of 7 tokens; expected 6"):
-        explain(model, CONTRAST, held_out=longer)
 
 
 def test_resampled_prompts_say_how_stable_each_site_is(model):
@@ -444,16 +409,9 @@ def small_gpt2(act, scale):
     return expose_neuron_heads(bridged(source.eval())).model
 
 
-@pytest.mark.parametrize(
-    ("act", "scale"),
-    [
-        ("relu", lambda W: W * 1e-40),  # a gate's jump at a subnormal query has an infinite slope
-        ("gelu_new", lambda W: torch.full_like(W, 3.0)),  # after a LayerNorm, 3 Σ x is rounding
-    ],
-    ids=["decayed", "near zero"],
-)
-def test_a_layer_whose_queries_are_nothing_but_rounding(act, scale):
-    model = small_gpt2(act, scale)
+def test_a_layer_whose_queries_are_nothing_but_rounding():
+    """A gate's jump at a subnormal query has an infinite slope."""
+    model = small_gpt2("relu", lambda W: W * 1e-40)
     clean, corrupted = (torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17))
     contrast = Contrast(clean, corrupted, p.logit_diff(7, 11))
     why = explain(model, contrast)

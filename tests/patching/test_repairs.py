@@ -119,26 +119,6 @@ def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     assert 19.9 < ask().forwards <= 20
 
 
-def test_what_is_expected_of_each_kind_is_said(monkeypatch):
-    monkeypatch.setattr(repairs, "_SWITCH", np.inf)  # the large neuron makes a switch
-    monkeypatch.setattr(repairs, "_LOWEST", 0.1)
-    sweep = ask(budget=4)
-    n_exact = sweep.frame.groupby("kind", observed=True)["exact"].sum()
-    assert n_exact["attention"] < 16 <= n_exact["neuron"]
-    assert sweep.expected_pearson["attention"] is None
-    neurons = (sweep.frame["kind"] == "neuron").to_numpy()
-    reached = np.corrcoef(scores(sweep)[neurons], exact()[neurons])[0, 1]
-    # This model is hard on purpose: one neuron's weights are 40 times as large, so its error says
-    # little about the others. Tests on held-out models check the expected correlation itself.
-    assert 0 < sweep.expected_pearson["neuron"] < 1
-    assert reached > 0.8
-    assert "attention unknown (too few sites were patched), neuron " in repr(sweep)
-    monkeypatch.setattr(repairs, "_LOWEST", 1.0)
-    sweep = ask(budget=4)
-    assert sweep.expected_pearson["neuron"] is None
-    assert "neuron unknown (the estimates of patched sites were too far off)" in repr(sweep)
-
-
 @pytest.mark.usefixtures("working_cache")
 def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
     """√(1 - Σ 4 c key² / Σ (e - mean e)²) with the larger of both sums, from a sweep's rows."""
@@ -297,13 +277,6 @@ def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates():
     assert ((repaired - patched) ** 2).sum() < 0.2 * ((alone - patched) ** 2).sum()
 
 
-def test_the_top_rows_of_several_prompts_are_exact(as_if_large):
-    batch = torch.cat([CLEAN, CLEAN + 1]), torch.cat([CORRUPTED, CORRUPTED + 2])
-    sweep = ask(model=switching(20.0), contrast=Contrast(*batch, METRIC), budget=60)
-    assert sweep.top()["exact"].all()
-    assert not sweep.frame["exact"].all()
-
-
 def keys_by_hand(model, layer):
     """Return Σ_t a² ‖g‖ / ‖x‖ of z of a bridge layer's heads and neurons, with plain hooks."""
     block, kept = f"blocks.{layer}", {}
@@ -408,11 +381,8 @@ def test_one_prompt_alone():
         left = model(CLEAN)[0, -1]
     assert abs(scores(sweep)["L1H1", "all"] - float(left[7] - left[11]) / whole) < 1e-10
     assert (sweep.clean_value, sweep.corrupted_value) == (pytest.approx(whole), 0.0)
-    repaired, plain = (scores(ask(budget=budget, **how)) for budget in (1e6, 0))
-    assert (repaired - scores(sweep)).abs().max() < 1e-10 < (plain - scores(sweep)).abs().max()
-    for run in (p.activation_patch, p.attribution):
-        with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
-            run(model, alone)
+    with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
+        p.attribution(model, alone)
 
 
 def test_kept_in_a_file(tmp_path):
