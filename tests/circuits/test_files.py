@@ -107,35 +107,21 @@ def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path)
 
 @pytest.mark.parametrize("kind", ["circuit", "graph"])
 def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
-    path = tmp_path / "a.json"
-    if kind == "circuit":
-        circuit.save(path)
-        read, version, other = circuits.Circuit.load, "1", r"which patching\.Sweep\.load opens"
-    else:
-        graph.save(path)
-        read, version, other = (
-            circuits.CircuitGraph.load,
-            "4",
-            r"has format 'attn_only_lens\.Sweep'",
-        )
+    path, saved = tmp_path / "a.json", {"circuit": circuit, "graph": graph}[kind]
+    saved.save(path)
     whole = json.loads(path.read_text("utf-8"))
     moved = {"faithfulness": 0.5} if kind == "circuit" else {"value": 0.5}
     for text, match in (
         (json.dumps(whole | {kind: whole[kind] | moved}), "was changed after it was written"),
-        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), other),
-        (
-            json.dumps(whole | {"format_version": 9}),
-            f"9, but this .* version {version}",
-        ),
+        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), r"attn_only_lens\.Sweep|which"),
+        (json.dumps(whole | {"format_version": 9}), "format version 9|9, but this"),
         (json.dumps(whole)[:-7], "is not valid JSON"),
         ("[" * 100_000, "recursion"),
+        (None, "is missing"),
     ):
-        path.write_text(text, "utf-8")
+        path.unlink() if text is None else path.write_text(text, "utf-8")
         with pytest.raises(CheckpointError, match=match):
-            read(path)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        read(path)
+            type(saved).load(path)
 
 
 @pytest.fixture(scope="module")

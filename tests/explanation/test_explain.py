@@ -70,14 +70,12 @@ def test_it_says_what_the_model_answers(model, why):
             assert row[role] == answer
             assert row[f"{role}_rank"] == 1 + order.index(token)
             assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]), 1e-4)
-    lines = repr(why).splitlines()  # the title has two lines
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
-    assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in lines
+    assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in repr(why)
     kept, asked = why.title.partition(";")[0], CONTRAST.metric.name
     title = f"{kept}: {asked} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
     assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
-    assert lines[3].split() == ["clean", "corrupted"]
-    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[4]
+    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in repr(why)
 
 
 def turned(why, name, ways):
@@ -105,10 +103,8 @@ def test_a_share_is_marked_if_both_patches_have_the_opposite_sign(why):
     assert table.loc[table["disputed"], "id"].tolist() == [site]
     (line,) = [line for line in changed.text().splitlines() if line.startswith(site)]
     assert f" {table['share'][1]:.2f} ! " in line
-    assert max(map(len, changed.text().splitlines())) <= 80
     assert "!: both exact patches have the opposite sign" in " ".join(changed.text().split())
     assert ", sign disputed" in str(changed.view())
-    assert "Sign disputed: both exact patches" in str(changed.view())
 
 
 def test_it_warns_if_the_model_does_not_change_its_answer(model):
@@ -281,8 +277,6 @@ def test_every_strong_site_has_a_row(model):
     groups = np.where(table.index.isin(inside), "circuit", groups)
     assert table["group"].tolist() == groups.tolist()
     assert table["group"].map(["circuit", "not needed", "against"].index).is_monotonic_increasing
-    for _, some in table.groupby("group"):
-        assert some[["denoise", "noise"]].abs().max(axis=1).is_monotonic_decreasing
     outside = table[table["group"] != "circuit"]
     assert outside["share"].isna().all()
     assert outside["does"].str.len().min() > 0
@@ -295,8 +289,6 @@ def test_every_strong_site_has_a_row(model):
     for site, row in table.iterrows():
         assert rows[site] == pytest.approx((row["denoise"], row["noise"]), rel=1e-3, abs=1e-4)
     assert why.unpatched < 0.1
-    n = len(why.patches["noise"])
-    assert f"{n} sites were patched one by one, in both directions" in " ".join(text.split())
 
 
 def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
@@ -310,7 +302,6 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     assert circuit.contains(why.circuit.frame).all()
     attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
-    assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
     asked_again = explain(why.model, Contrast.load(tmp_path / "why" / "contrast.json"))
     pd.testing.assert_frame_equal(asked_again.table(), table := why.table())
     assert len(table)
@@ -318,32 +309,23 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("call", "settings", "reason"),
     [
-        ({"contrast": replace(CONTRAST, corrupted="The key")}, "same number of tokens|as many"),
-        ({"contrast": replace(CONTRAST, corrupted=None)}, "without corrupted prompts"),
+        (explain, {"contrast": replace(CONTRAST, corrupted="The key")}, "same number|as many"),
         (
-            {"contrast": CLEAN, "work": Work(batch_size=3), "strong": 0},
+            *(explain, {"contrast": CLEAN, "work": Work(batch_size=3), "strong": 0}),
             r"(?s)got a str; expected Contrast\(.*does not use batch_size.*got strong=0",
         ),
+        (
+            *(circuits.attribution_graph, {"sites": p.Sites("heads", -1)}),
+            "got the site 'L0H0@-1'; expected a head or neuron at",
+        ),
+        (circuits.attribution_graph, {"sites": ["L0H0@1"], "top": 3}, "at most one of them"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model, settings, reason):
+def test_what_makes_no_sense_is_refused(model, call, settings, reason):
     with pytest.raises(InputError, match=reason):
-        explain(model, **{"contrast": CONTRAST} | settings)
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ({"contrast": replace(CONTRAST, corrupted=CLEAN)}, "identical prompts"),
-        ({"sites": p.Sites("heads", -1)}, "got the site 'L0H0@-1'; expected a head or neuron at"),
-        ({"sites": ["L0H0@1"], "top": 3}, "expected at most one of them"),
-    ],
-)
-def test_graphs_that_make_no_sense_are_refused(model, how, reason):
-    with pytest.raises(InputError, match=reason):
-        circuits.attribution_graph(model, **{"contrast": CONTRAST} | how)
+        call(model, **{"contrast": CONTRAST} | settings)
 
 
 def test_held_out_pairs_say_whether_the_circuit_holds(model):
@@ -395,23 +377,17 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     assert shares["metric"] is None
 
 
-def small_gpt2(act, scale):
-    """Return a float32 bridge in which `scale` changes W_in of layer 1."""
+def test_a_layer_whose_queries_are_nothing_but_rounding():
+    """A gate's jump at a subnormal query has an infinite slope."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         **{"vocab_size": 41, "n_embd": 26, "n_layer": 3, "n_head": 2, "n_positions": 19},
-        **{"n_inner": 37, "initializer_range": 0.3, "activation_function": act},
+        **{"n_inner": 37, "initializer_range": 0.3, "activation_function": "relu"},
     )
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        weight = source.transformer.h[1].mlp.c_fc.weight
-        weight.copy_(scale(weight))
-    return expose_neuron_heads(bridged(source.eval())).model
-
-
-def test_a_layer_whose_queries_are_nothing_but_rounding():
-    """A gate's jump at a subnormal query has an infinite slope."""
-    model = small_gpt2("relu", lambda W: W * 1e-40)
+        source.transformer.h[1].mlp.c_fc.weight *= 1e-40
+    model = expose_neuron_heads(bridged(source.eval())).model
     clean, corrupted = (torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17))
     contrast = Contrast(clean, corrupted, p.logit_diff(7, 11))
     why = explain(model, contrast)

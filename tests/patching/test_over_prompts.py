@@ -3,7 +3,6 @@
 import statistics
 from dataclasses import replace
 
-import bridges
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,11 +22,6 @@ LENGTHS, SITES = (7, 3, 5), ["L0H1", "L0N29", "L1N3"]
 RIGHT, WRONG = [3, 5, 7], [11, 13, 2]
 METRIC = p.logit_diff(RIGHT, WRONG)
 EXACT = 1e-10
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def pair():

@@ -104,23 +104,18 @@ def test_equals_transformerlens():
             assert not torch.allclose(control, reference[1], rtol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def small():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
-
-
-def test_top_is_patched_exactly(small, monkeypatch):
+def test_top_is_patched_exactly(model, monkeypatch):
     edges = p.Edges(p.Sites("all", [1, END], layers=0), p.Sites("heads", layers=1), "z")
-    every = p.path_patch(small, PAIR, edges)
+    every = p.path_patch(model, PAIR, edges)
     monkeypatch.setattr(path_blocks, "_NUMBERS", 500)  # a few paths per block
     monkeypatch.setattr(path_patches, "_AT_ONCE", 5)
-    cut = p.path_patch(small, PAIR, edges)
+    cut = p.path_patch(model, PAIR, edges)
     key = ["sender", "receiver", "position"]
     values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     whole = every.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     span = abs(every.clean_value - every.corrupted_value)
     assert (values - whole[values.index]).abs().max() < 1e-12 * span
-    top = p.path_patch(small, PAIR, edges, top=13)
+    top = p.path_patch(model, PAIR, edges, top=13)
     assert len(top.frame) == 13
     assert top.n_paths == len(every.frame) == 2 * 39 * 2
     rows = top.frame.astype({"sender": str, "receiver": str}).set_index(key)
@@ -132,7 +127,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
 
 
 @pytest.mark.parametrize("top", [None, 7])
-def test_resumes(small, top, tmp_path, monkeypatch):
+def test_resumes(model, top, tmp_path, monkeypatch):
     monkeypatch.setattr(path_patches, "_AT_ONCE", 3)
     monkeypatch.setattr(path_patches, "_ESTIMATES_AT_ONCE", 5)
     folder, n_patched, n_estimated = tmp_path / "paths", [], []
@@ -146,7 +141,7 @@ def test_resumes(small, top, tmp_path, monkeypatch):
 
     def patched(**more):
         how = {"edges": edges, "top": top, "work": Work(resume=folder)} | more
-        return p.path_patch(small, PAIR, **how)
+        return p.path_patch(model, PAIR, **how)
 
     expected = patched()
     chunks = sorted(folder.glob("*.safetensors"))
@@ -201,11 +196,11 @@ def test_neurons_of_bilinear_gates():
     assert all(abs(effect[sender, "logits"]) > 1e-6 for sender in ("L0N6", "L0N7"))
 
 
-def test_padding_changes_nothing(small):
+def test_padding_changes_nothing(model):
     edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N5", "logits"], "z")
 
     def patched(contrast):
-        return p.path_patch(small, contrast, edges, direction="noise")
+        return p.path_patch(model, contrast, edges, direction="noise")
 
     whole, short = (
         patched(Contrast(CLEAN[i, :n], CORRUPTED[i, :n], METRIC)) for i, n in enumerate((POS, 3))
@@ -222,12 +217,12 @@ def test_padding_changes_nothing(small):
     assert (sweep.frame["value"] - sweep.clean_value).abs().min() > 1e-9
 
 
-def test_refusals(small):
+def test_refusals(model):
     edges = p.Edges("L0H1", "L1H0")
 
     def refused(match, edges=edges, contrast=PAIR, **options):
         with pytest.raises(InputError, match=match):
-            p.path_patch(small, contrast, edges, **options)
+            p.path_patch(model, contrast, edges, **options)
 
     refused("expected one of held, anew", replace(edges, scale="new"))
     refused("do not depend on the token", p.Edges("L0H1", ["L1H0", "L1N5"], "k"))

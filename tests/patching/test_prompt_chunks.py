@@ -6,7 +6,6 @@ prompts run alone.
 
 from dataclasses import replace
 
-import bridges
 import numpy as np
 import pandas as pd
 import pytest
@@ -26,11 +25,6 @@ DIFF, EXACT = p.logit_diff(RIGHT, WRONG), 1e-11
 CHANCES = p.probability_diff([[answer] for answer in RIGHT], [[answer, 17] for answer in WRONG])
 ROLES = {"changed": [1, 1, -4, 1, 1, 1, -3], "end": -1}
 NO_REPAIRS = p.Estimate(budget=0)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def prompts(n=7, metric=DIFF, lengths=LENGTHS):

@@ -5,7 +5,6 @@ The oracle for a prompt is the same call with this prompt alone, without padding
 
 from dataclasses import replace
 
-import bridges
 import numpy as np
 import pytest
 import torch
@@ -22,11 +21,6 @@ SENDERS = ["L0H1", "L0N3"]
 EDGES = p.Edges(p.Sites(SENDERS, "roles"), ["L1H0", "L1N5", "logits"], "z")
 # The tolerance allows for sums over prompts in another order, in float64.
 EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def prompts():

@@ -94,11 +94,6 @@ def spent_at_least(sweep):
     return 0.8 * ((2 - rows["layer"]) / 3 * (5 - rows["position"]) / 5).sum()
 
 
-def flops_of_forward(model):
-    matrices = [x for block in model.blocks for x in block.parameters() if x.ndim > 1]
-    return 2 * 5 * (sum(x.numel() for x in matrices) + model.cfg.d_model * 41)
-
-
 @pytest.mark.usefixtures("working_cache")
 def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     """A large model's sites are patched for up to ten forward passes, if three are not enough."""
@@ -113,10 +108,6 @@ def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     large = ask()
     assert 2.9 < large.forwards <= 10
     assert spent_at_least(large) < 10
-    # Flops for 20 forward passes are allowed next to the limit of 10 passes; the larger one holds.
-    monkeypatch.setattr(repairs, "_AT_MOST", (10.0, 20 * flops_of_forward(bridge())))
-    monkeypatch.setattr(repairs, "_TARGET", 2.0)  # no correlation reaches this target
-    assert 19.9 < ask().forwards <= 20
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -224,11 +215,8 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(as_if_large, tmp_p
     assert last[1] == 4
     frame = sweep.frame
     before = (frame["layer"] <= last[frame["position"]]) & (last[frame["position"]] > 0)
-    assert sweep.expected_pearson == {"attention": None, "neuron": None}
     n = int((frame["before_switch"] & ~frame["exact"] & (frame["kind"] == "neuron")).sum())
-    reason = f"{n} estimates are of sites before a switch"
-    assert sweep.unknown["neuron"] == reason
-    assert f"neuron unknown ({reason})" in repr(sweep)
+    assert sweep.unknown["neuron"] == f"{n} estimates are of sites before a switch"
     sweep.save(tmp_path / "sweep.csv")
     again = p.Sweep.load(tmp_path / "sweep.csv")
     assert (again.unknown, repr(again)) == (sweep.unknown, repr(sweep))

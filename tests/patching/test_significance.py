@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import bridges
 import numpy as np
 import pytest
 import torch
@@ -19,11 +18,6 @@ N, SITES = 11, ["L0H1", "L0N29", "L1H0", "L1N3"]
 CLEAN = tokens(5, batch=N, pos=5)
 CORRUPTED = torch.cat([CLEAN[:, :1], (CLEAN[:, 1:2] + 7) % 41, CLEAN[:, 2:]], dim=1)
 CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(7, 11))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def tail(t, df, steps=200_000):
