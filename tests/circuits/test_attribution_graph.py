@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import bridges
-import patch_oracle as oracle
+import patched_runs as oracle
 import pytest
 import torch
 from common import IN_PLACE, tokens
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 POS = 5
 PROMPT = tokens(0, 1, POS)
-METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+METRIC = p.logit_diff(correct=7, wrong=8)
 ONE_RUN = Contrast(PROMPT, None, METRIC)
 # Rounding in float64: sums of about 500 shares through two layers, for a metric of about 1.
 ROUNDING = 1e-9

@@ -1,10 +1,11 @@
 """Tests of faithfulness: ablations against plain hooks, areas by hand, and sufficient circuits."""
 
 from dataclasses import replace
+from functools import partial
 
 import bridges
 import numpy as np
-import patch_oracle as oracle
+import patched_runs as oracle
 import pytest
 import torch
 from common import tokens
@@ -21,7 +22,8 @@ from attn_only_lens.heads import HeadName
 pytestmark = pytest.mark.numeric
 
 POS = 5
-METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+METRIC = p.logit_diff(correct=7, wrong=11)
+difference = partial(oracle.difference, wrong=11)
 NAMES = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L1N11", "L1H1"]
 ROUNDING = 1e-9
 
@@ -48,7 +50,7 @@ def ablated_model(model, contrast, ranking, ablation="resample"):
 
 
 @torch.no_grad()
-def metric_of(model, prompt, gone, ablation, other_prompt, value=oracle.difference):
+def metric_of(model, prompt, gone, ablation, other_prompt, value=difference):
     """Return the metric with shares of sites ablated by plain hooks, one per site.
 
     `gone` has rows (name, position), or maps them to the share that is ablated.
@@ -141,7 +143,7 @@ def test_signed_order_puts_what_helps_first(model):
     """The first site lowers faithfulness most, even if whole minus nothing is negative."""
     signs = set()
     for wrong in range(6):
-        contrast = contrast_of(p.logit_diff(oracle.CORRECT, wrong), batch=1)
+        contrast = contrast_of(p.logit_diff(7, wrong), batch=1)
         how = {"direction": "zero", "sites": ["L0H1", "L1H0", "L1N3"]}
         ranking = p.activation_patch(model, replace(contrast, corrupted=None), **how)
         ablated = ablated_model(model, contrast, ranking, "zero")
@@ -198,34 +200,6 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model):
         for gone in (rest, [], every)
     ]
     assert [result.accuracy, result.whole_accuracy, result.nothing_accuracy] == wins
-
-
-def test_no_prefix_of_either_order_is_shorter(model):
-    """The search tries all prefixes shorter than the circuit, whatever order the circuit has."""
-    contrast, threshold = contrast_of(batch=1, seed=10), 0.95
-    ranking = p.attribution(model, contrast, direction="noise")
-    ablated = ablated_model(model, contrast, ranking)
-    orders = {order: ablated.ranked(ranking, order) for order in ("magnitude", "signed")}
-    shortest, curves = {}, {}
-    for order, sites in orders.items():
-        curves[order] = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
-        shortest[order] = 1 + int((abs(1 - curves[order]) <= 1 - threshold).argmax())
-    circuit = discover(model, contrast, faithfulness=threshold, search=Search(n_random=0))
-    assert abs(1 - circuit.faithfulness) <= 1 - threshold
-    assert len(circuit) <= min(shortest.values()) < 0.3 * circuit.n_sites
-    for order, size in shortest.items():
-        search = Search(order=order, n_random=0)
-        k = len(discover(model, contrast, faithfulness=threshold, search=search))
-        assert k >= size  # a grid may miss shorter sufficient prefixes
-        assert abs(1 - curves[order][k - 1]) <= 1 - threshold or k == circuit.n_sites
-        assert abs(1 - curves[order][k - 2]) > 1 - threshold
-    # Control: no curve is monotone, so a bisection would have failed.
-    assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
-    search, size = SearchRun(ablated, threshold), min(shortest.values())
-    both = list(orders.values())
-    assert len(search.shorter_prefix(both, both[0][: size + 5])) == size
-    best = both[0][:size]
-    assert search.shorter_prefix(both, best) is best  # control
 
 
 def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():

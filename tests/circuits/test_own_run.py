@@ -136,20 +136,6 @@ def test_tokens_without_a_role_keep_their_outputs():
     assert (graph.edges["source"] == "rest").any()
 
 
-def test_a_search_found_it_and_it_keeps_what_the_search_says():
-    """Where both runs end with the same token, both percentages are of the same difference."""
-    model = model_of("gpt2")
-    some = contrast()
-    same_end = some.corrupted.clone()
-    same_end[:, -1] = some.clean[:, -1]
-    some = replace(some, corrupted=same_end)
-    circuit = discover(model, some, search=Search(n_random=0))
-    graph = attribution_graph(model, some, sites=circuit)
-    change = p.activation_patch(model, some, sites=["L0H1"])
-    kept = graph.value / (change.clean_value - change.corrupted_value)
-    assert kept == pytest.approx(circuit.faithfulness, abs=1e-6)
-
-
 def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
     model, some = model_of("gpt2"), contrast(batch=1)
     circuit = some_circuit(model, some)

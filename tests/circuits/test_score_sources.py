@@ -5,7 +5,7 @@ import pytest
 import torch
 from common import tokens
 from dense_heads import original
-from patch_oracle import seen
+from patched_runs import seen
 
 from attn_only_lens import circuits
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError

@@ -108,22 +108,6 @@ def test_what_cannot_be_evaluated_is_refused(model, task, circuit):
             circuits.evaluate(model, given, contrast, **how)
 
 
-def test_an_evaluation_tells_prompts_apart(model, task, circuit):
-    measured = circuits.evaluate(model, circuit, task)
-    errors, spans = [], []
-    for i in range(N):
-        metric = p.logit_diff(task.answers[i], task.wrong[i])
-        roles = {role: (places[i],) for role, places in task.roles.items()}
-        alone = Contrast(task.clean[i], task.corrupted[i], metric, roles=roles)
-        one = circuits.evaluate(model, circuit, alone)
-        assert np.isnan(one.standard_error)
-        assert one.error == pytest.approx(abs(1 - one.faithfulness), abs=1e-6)
-        errors.append(one.error)
-        spans.append(abs(one.whole - one.nothing))
-    assert measured.error == pytest.approx(np.average(errors, weights=spans), abs=1e-5)
-    assert 0 < measured.standard_error < 0.2
-
-
 def test_what_cannot_be_resampled_is_refused(model, task):
     for resamples in (1, None):
         with pytest.raises(InputError, match="got resamples="):

@@ -5,7 +5,7 @@ from functools import cache
 
 import bridges
 import numpy as np
-import patch_oracle as oracle
+import patched_runs as oracle
 import pytest
 import torch
 from common import of_a_library, tokens
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
 ]
 POS, END = 5, 4
-METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+METRIC = p.logit_diff(correct=7, wrong=8)
 NAMES = ("L0H1", "L0N3", "L1H0", "L1N36")
 METHODS = ("gradient", "exact_gate", "integrated", "secant")
 # The steps of a difference quotient, and the largest relative error: step² f‴/6. RMS norms of

@@ -233,28 +233,6 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(as_if_large, tmp_p
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize(
-    ("size", "direction", "is_raised", "is_needed"),
-    [(20.0, "denoise", True, True), (1.0, "denoise", True, False), (20.0, "noise", False, False)],
-)
-def test_the_limit_is_raised_for_the_top_rows_only(
-    size, direction, is_raised, is_needed, as_if_large, monkeypatch
-):
-    how = {"model": switching(size), "direction": direction}
-    sweep = ask(**how)
-    assert sweep.top()["exact"].all()
-    assert ("before_switch" in sweep.frame) == (max(switches_by_hand(switching(size))) > 0)
-    assert (7 < sweep.forwards <= 17.5) if is_raised else (6 < sweep.forwards <= 7)
-    # Control: without a higher limit, some top rows are estimates, and the result says so.
-    monkeypatch.setattr(repairs, "_RAISE", 1.0)
-    sweep = ask(**how)
-    assert 6 < sweep.forwards <= 7
-    n = int((~sweep.top()["exact"]).sum())
-    assert (n > 0) == is_needed
-    assert (f"{n} of the top 20 rows are estimates" in repr(sweep)) == is_needed
-
-
-@pytest.mark.usefixtures("working_cache")
 def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates():
     """The gradient of `kl` in the clean run is zero, so it predicts no effect."""
     how = {"model": switching(1.0), "contrast": replace(PAIR, metric=p.kl()), "direction": "noise"}
