@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import bridges
+import networkx as nx
 import patched_runs as oracle
 import pytest
 import torch
@@ -305,3 +306,11 @@ def test_what_makes_no_sense_is_refused(model, graph, how, match):
         attribution_graph(model, ONE_RUN)
     with pytest.raises(InputError, match="got kind='z'"):
         graph.inflow("z")
+
+
+def test_networkx_holds_nodes_edges_and_kinds(graph):
+    network = graph.to_networkx()
+    assert (len(network), network.number_of_edges()) == (len(graph.nodes), len(graph.edges))
+    row = graph.edges.query("kind == 'q'").iloc[0]
+    assert network.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
+    assert nx.is_directed_acyclic_graph(network)

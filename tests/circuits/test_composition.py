@@ -160,6 +160,7 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
         (lambda m: composed(m, "L0H0", "L1H0", "o"), "got kind='o'"),
         (lambda m: composed(m, "L1H0", "L0N5"), "a reader after the writer"),
         (lambda m: virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
+        (lambda m: composed(m, "heads", "neurons", "k", top=3), "zero by"),
         (lambda m: composed(m, top=0, block=True), "(?s)got top=0.*got block=True"),
         (lambda m: composed(m, ["embed", "L9H0"], "L1H0"), "L9H0"),
         (lambda m: composed(m, p.Sites("heads", -1)), "got positions=-1; weights have no pos"),
@@ -201,3 +202,9 @@ def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(family):
         assert [norm.centres for norm in ours] == [norm.centres for norm in theirs]
         for first, second in zip(ours, theirs, strict=True):
             assert first.weight is second.weight or torch.equal(first.weight, second.weight)
+
+
+def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
+    monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
+    with pytest.raises(InputError, match="pass top="):
+        composed(model, "heads", "neurons")

@@ -61,6 +61,8 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
     circuit.save(path)
     same(circuit.core().frame, circuits.Circuit.load(path).core().frame)
     assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
+    assert f"{len(circuit)} of {circuit.n_sites} sites keep" in repr(circuit)
+    assert "The correct answer beats the wrong one" in repr(circuits.evaluate(model, circuit, task))
 
 
 def test_all_sites_and_positions(circuit, tmp_path):

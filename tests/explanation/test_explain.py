@@ -107,8 +107,9 @@ def test_a_share_is_marked_if_both_patches_have_the_opposite_sign(why):
     assert ", sign disputed" in str(changed.view())
 
 
-def test_it_warns_if_the_model_does_not_change_its_answer(model):
+def test_it_warns_if_the_model_does_not_change_its_answer(model, why):
     """The answers' ranks are computed from the logits."""
+    assert "Warning" not in repr(why)
     metric = p.logit_diff(" is", " are")
     why = explain(model, Contrast(CLEAN, "The keys near the cabinets", metric), **QUICK)
     text = " ".join(repr(why).split())
@@ -121,7 +122,6 @@ def test_it_warns_if_the_model_does_not_change_its_answer(model):
     why = explain(model, replace(CONTRAST, metric=p.logit_diff(*answers)), **QUICK)
     said = f"on the clean prompt, the model answers ' are' (29%), not {first} or {second}."
     assert said in " ".join(repr(why).split())
-    assert "Warning" not in repr(explain(model, CONTRAST, **QUICK))
 
 
 def test_it_counts_the_pairs_of_prompts_with_one_answer(model):

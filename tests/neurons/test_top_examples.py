@@ -13,6 +13,7 @@ from tiny_tokenizer import tiny_tokenizer
 from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, neuron_gate, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
+from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
 
 pytestmark = pytest.mark.numeric
@@ -193,6 +194,15 @@ def test_statistics_are_kept(plain, tmp_path):
     assert examples[0].values[examples[0].position] == examples[0].value
     with pytest.raises(InputError, match="got '"):
         one.histogram("L0N3", "z")
+
+
+def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
+    result = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
+    arrow = result.frame()
+    monkeypatch.setattr(statistics, "find_spec", lambda name: None)
+    plain_lists = result.frame()
+    assert plain_lists["tokens"].dtype == object != arrow["tokens"].dtype
+    assert plain_lists.to_dict("records") == arrow.to_dict("records")
 
 
 def by_loss(model, text, name, position, scale):

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine import recording
 from attn_only_lens.engine.cached_generation import RecordedCache
 from attn_only_lens.engine.replay import bridge as bridge_replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
@@ -161,6 +162,38 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
     monkeypatch.setattr(BridgeReplay, "_can_unembed_columns", lambda self: True)
     with pytest.raises(ValueError if fails else UnsupportedModelError):
         sweep(model)
+
+
+@pytest.mark.usefixtures("working_cache")
+@pytest.mark.parametrize(
+    ("tried", "error"),
+    [
+        ("columns", torch.OutOfMemoryError("out of memory")),
+        ("suffix", torch.OutOfMemoryError("out of memory")),
+        ("cache", TypeError("takes no")),
+    ],
+)
+def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeypatch):
+    if tried == "cache":  # else the recording already has the keys and values of its run
+        monkeypatch.setattr(recording, "keys_and_values", lambda cache, tokens: ())
+    model = exposed("gpt2")
+
+    def fail(module, args, kwargs):
+        cache = kwargs.get("past_key_values")
+        if cache is not None and tried == ("suffix" if cache.get_seq_length() else "cache"):
+            raise error
+
+    def fail_late(module, args, output):
+        if tried == "columns" and output.logits.shape[-1] != bridges.D_VOCAB:
+            raise error
+
+    model.original_model.register_forward_pre_hook(of_a_library(fail), with_kwargs=True)
+    model.original_model.register_forward_hook(of_a_library(fail_late))
+    if isinstance(error, TypeError):
+        assert worst(model, sweep(model)) < EXACT
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            sweep(model)
 
 
 # Wrong caches are not used.

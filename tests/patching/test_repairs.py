@@ -71,6 +71,7 @@ def test_some_rows_are_patches_and_the_rest_estimates():
     "how",
     [
         {"part": "pattern"},
+        {"part": "value", "direction": "noise"},
         {"part": "q", "sites": p.Sites(positions="all")},
         {"part": "k"},
         {"method": "secant", "sites": p.Sites(positions="roles")},

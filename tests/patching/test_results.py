@@ -24,6 +24,8 @@ def test_columns_and_scores():
         assert got == pytest.approx((value + 1.3) / 5.0, rel=1e-14)
     assert frame["name"].tolist() == values()["name"].tolist()
     assert [str(frame[c].dtype) for c in ("kind", "name", "part")] == ["category"] * 3
+    assert "z, denoise, 65 rows, 7 prompts" in repr(sweep())
+    assert "<table" in sweep()._repr_html_()
     frame["score"] = 0.0  # to_frame returns a copy
     assert sweep().frame["score"].abs().min() > 0
 
@@ -167,6 +169,12 @@ def test_files_that_are_no_sweep(tmp_path):
 
 
 BAD = {
+    "columns": ({}, lambda f: f.drop(columns="name"), "got columns"),
+    "flags": ({}, lambda f: f.assign(exact=1), "got exact=1; expected True or False"),
+    "part": ({}, lambda f: f.assign(part="q"), r"got parts \['q'\]"),
+    "no index": ({}, lambda f: f.assign(index=None), "got index nan; expected whole numbers"),
+    "complex": ({}, lambda f: f.assign(value=1 + 2j), "complex128"),
+    "two columns": ({}, lambda f: pd.concat([f, f[["value"]]], axis=1), "each once"),
     "nan": ({}, lambda f: f.assign(value=np.nan), "65 of 65 values are not finite"),
     "twice": ({}, lambda f: pd.concat([f, f[:2]]), "2 rows repeat a site, such as L0H0"),
     "positions": ({}, lambda f: f.assign(position=["all"] + [3] * 64), "only numbers, or only"),
