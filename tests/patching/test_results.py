@@ -168,6 +168,17 @@ def test_files_that_are_no_sweep(tmp_path):
         p.Sweep.load(tmp_path / "new.csv")
 
 
+def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
+    sweep().save(tmp_path / "sweep.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # pandas itself may use pyarrow
+    with pytest.raises(CheckpointError, match="pip install pyarrow"):
+        sweep().save(tmp_path / "other.parquet")
+    with pytest.raises(CheckpointError, match="pip install pyarrow"):
+        p.Sweep.load(tmp_path / "sweep.parquet")
+    sweep().save(tmp_path / "sweep.csv")
+    assert len(p.Sweep.load(tmp_path / "sweep.csv").frame) == SITES * POSITIONS
+
+
 BAD = {
     "columns": ({}, lambda f: f.drop(columns="name"), "got columns"),
     "flags": ({}, lambda f: f.assign(exact=1), "got exact=1; expected True or False"),
