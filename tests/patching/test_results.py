@@ -1,5 +1,6 @@
 """Tests of sweep results: the scale of scores, the order of `top`, and saved files."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
