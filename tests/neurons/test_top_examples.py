@@ -24,6 +24,7 @@ corpus_of = partial(neurons.Corpus, context=CONTEXT)
 MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
     "gated": lambda: exposed_copy(boot("llama")),
+    "relu": lambda: exposed_copy(boot("neox_sequential")),  # its gates are exactly 0 or 1
     "bilinear": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
     "attends to padding": lambda: exposed_copy(boot("bert")),
 }
