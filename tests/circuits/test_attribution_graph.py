@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import bridges
 import networkx as nx
@@ -23,7 +24,8 @@ pytestmark = [
 ]
 POS = 5
 PROMPT = tokens(0, 1, POS)
-METRIC = p.logit_diff(correct=7, wrong=8)
+METRIC = p.logit_diff(correct=7, wrong=11)
+difference = partial(oracle.difference, wrong=11)
 ONE_RUN = Contrast(PROMPT, None, METRIC)
 # Rounding in float64: sums of about 500 shares through two layers, for a metric of about 1.
 ROUNDING = 1e-9
@@ -154,7 +156,7 @@ class Held:
                 return z
 
             logits = self.model.run_with_hooks(PROMPT, fwd_hooks=[*self.fixed, (place, shift)])
-            differences.append(oracle.difference(logits) - oracle.difference(self.logits))
+            differences.append(difference(logits) - difference(self.logits))
         return torch.tensor(differences, dtype=torch.float64)
 
     def scaled(self, source, pos, factor):
@@ -183,7 +185,7 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
     gradients = {name: held.gradient(name) for name in targets}
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L0H0", 4)):
         (up, logits), (down, _) = (held.scaled(source, pos, factor) for factor in (2, 0))
-        change = oracle.difference(logits) - oracle.difference(held.logits)
+        change = difference(logits) - difference(held.logits)
         direct = weights.get((f"{source}@{pos}", "metric"), 0.0)
         assert direct == pytest.approx(change, abs=ROUNDING)
         for target, slope in gradients.items():
