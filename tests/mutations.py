@@ -264,9 +264,9 @@ MUTATIONS = [
         "tests/engine/test_metrics.py",
     ),
     Mutation(
-        "circuits/linear_graph.py",
-        "chosen = role.chosen & ~taken",
-        "chosen = role.chosen",
+        "engine/positions.py",
+        "PositionSet(role.label, role.chosen & ~taken)",
+        "PositionSet(role.label, role.chosen)",
         "a token with two roles counts twice in a graph",
         "tests/circuits tests/engine",
     ),

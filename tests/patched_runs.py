@@ -1,4 +1,4 @@
-"""Reference activation patching with hooks, one whole forward pass at a time.
+"""Reference patches and slopes with hooks, one whole forward pass at a time.
 
 This file shares no code with the package: it parses names and spells out hook points itself.
 """
@@ -115,3 +115,43 @@ def logit_diff(logits, last, correct, wrong):
     """Return the mean over prompts of the logit difference at each prompt's last position."""
     rows = torch.arange(len(logits))
     return (logits[rows, last, correct] - logits[rows, last, wrong]).mean().item()
+
+
+def place(model, name, part, pos):
+    """Return the hook point of a part of a head, and the head's index in it."""
+    head = head_of(name)
+    index = (slice(None), head, pos) if part == "pattern" else (slice(None), pos, head)
+    return hook_point(model, name, part), index
+
+
+@torch.no_grad()
+def seen(model, tokens, hook_name, mask=None, hooks=()):
+    """Return the activation at a hook point in a run."""
+    values = []
+    keep = (hook_name, lambda value, hook: values.append(value.clone()))
+    with model.hooks(fwd_hooks=[*hooks, keep]):
+        model(tokens, attention_mask=mask, return_type="logits")
+    return values[-1]
+
+
+@torch.no_grad()
+def moved(model, tokens, hook_name, index, change):
+    """Return the logits of a run with a change added at an index of a hook point."""
+
+    def edit(value, hook):
+        value = value.clone()
+        value[index] += change
+        return value
+
+    return model.run_with_hooks(tokens, fwd_hooks=[(hook_name, edit)])
+
+
+def slope(model, tokens, hook_name, index, change, step=1e-4):
+    """Return the derivative of `difference` along a change, by central differences.
+
+    The error is step² times the third derivative, plus rounding of 1e-16/step.
+    """
+    values = [
+        difference(moved(model, tokens, hook_name, index, sign * step * change)) for sign in (1, -1)
+    ]
+    return (values[0] - values[1]) / (2 * step)

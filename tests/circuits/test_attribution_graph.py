@@ -2,15 +2,16 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import bridges
 import networkx as nx
-import patch_oracle as oracle
+import patched_runs as oracle
 import pytest
 import torch
 from common import IN_PLACE, tokens
 
-from attn_only_lens import Bilinear, Contrast
+from attn_only_lens import Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine.linear_rules import HeldSteps
@@ -23,13 +24,14 @@ pytestmark = [
 ]
 POS = 5
 PROMPT = tokens(0, 1, POS)
-METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+METRIC = p.logit_diff(correct=7, wrong=11)
+difference = partial(oracle.difference, wrong=11)
 ONE_RUN = Contrast(PROMPT, None, METRIC)
 # Rounding in float64: sums of about 500 shares through two layers, for a metric of about 1.
 ROUNDING = 1e-9
 # The RMS norms of transformers compute in float32 in any dtype.
 BOUNDS = {"gpt2": ROUNDING, "neox": ROUNDING, "native_gated": ROUNDING}
-BOUNDS |= dict.fromkeys(("llama", "granite", "gemma2", "olmo2"), 1e-5)
+BOUNDS |= dict.fromkeys(("granite", "gemma2", "olmo2"), 1e-5)
 KEY = ["source", "target", "kind"]
 
 
@@ -98,17 +100,6 @@ def test_sums_over_prompts_and_of_metrics_that_are_not_linear(model):
         assert (abs(offset) > 1e-3) == (metric is not METRIC)
 
 
-def test_neurons_of_bilinear_gates():
-    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    graph = attribution_graph(model, ONE_RUN, top=31)
-    assert worst(graph.inflow(), graph.nodes) < ROUNDING
-    neurons = graph.nodes.query("kind == 'neuron'")
-    assert (neurons["name"].str.slice(3).astype(int) >= 37).any()
-    assert (neurons["gradient"] * neurons["value"]).to_numpy() == pytest.approx(
-        neurons["attribution"].to_numpy(), abs=ROUNDING
-    )
-
-
 # Oracle: each edge is checked by one run with fixed patterns and norm scales, without autograd.
 
 
@@ -165,7 +156,7 @@ class Held:
                 return z
 
             logits = self.model.run_with_hooks(PROMPT, fwd_hooks=[*self.fixed, (place, shift)])
-            differences.append(oracle.difference(logits) - oracle.difference(self.logits))
+            differences.append(difference(logits) - difference(self.logits))
         return torch.tensor(differences, dtype=torch.float64)
 
     def scaled(self, source, pos, factor):
@@ -180,7 +171,7 @@ class Held:
         return self.run(moved)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "neox", "native_gated"])
+@pytest.mark.parametrize("family", ["gpt2", "native_gated"])
 def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models, family):
     """The central difference of a product of two linear forms is its exact derivative.
 
@@ -194,7 +185,7 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
     gradients = {name: held.gradient(name) for name in targets}
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L0H0", 4)):
         (up, logits), (down, _) = (held.scaled(source, pos, factor) for factor in (2, 0))
-        change = oracle.difference(logits) - oracle.difference(held.logits)
+        change = difference(logits) - difference(held.logits)
         direct = weights.get((f"{source}@{pos}", "metric"), 0.0)
         assert direct == pytest.approx(change, abs=ROUNDING)
         for target, slope in gradients.items():
@@ -208,10 +199,9 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
     assert checked > 3
 
 
-@pytest.mark.parametrize("family", ["gpt2", "neox"])
-def test_edges_into_a_pattern_are_its_slope_along_each_query(models, family):
+def test_edges_into_a_pattern_are_its_slope_along_each_query(models):
     """The edges' sum is the metric's slope, via the pattern, in the scale of a query or key."""
-    model = models[family]
+    model = models["neox"]
     graph, held = attribution_graph(model, ONE_RUN, mass=1), Held(model)
     for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L1H0", "q"), ("L1N7", "gate")):
         head, patterns, values = HeadName.parse(name), [], []
@@ -234,20 +224,11 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(models, family):
         assert abs(got) > 1e-6
 
 
-def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
-    model = bridges.exposed_copy(bridges.boot("neox_sequential"))
-    kinds = attribution_graph(model, ONE_RUN, mass=1).edges["kind"]
-    assert set(kinds) == {"value", "q", "k"}
-
-
-@pytest.mark.parametrize("wrong", ["scale", "bias"])
-def test_sums_need_the_scales_and_biases_of_norms(model, monkeypatch, wrong):
+def test_sums_need_the_scales_of_norms(model, monkeypatch):
     right = HeldSteps._norm
 
     def norm(self, frozen, *args):
-        if wrong == "scale":
-            return right(self, replace(frozen, scale=torch.ones_like(frozen.scale)), *args)
-        return right(self, frozen, *args) - frozen.norm.bias
+        return right(self, replace(frozen, scale=torch.ones_like(frozen.scale)), *args)
 
     monkeypatch.setattr(HeldSteps, "_norm", norm)
     with pytest.raises(UnsupportedModelError, match="not linear in their values"):
@@ -270,28 +251,6 @@ def test_nodes_are_the_same_again_with_values_and_gradients_of_the_run(model, gr
         z = oracle.seen(model, PROMPT, head.hook("z", model))[0, row.position, head.index, 0]
         assert row.value == pytest.approx(z.item(), abs=ROUNDING)
     assert (rows["value"] * rows["gradient"] - rows["attribution"]).abs().max() < ROUNDING
-
-
-def test_nodes_are_selected_as_sites(model):
-    for sites, expected in (
-        (
-            "heads",
-            {f"L{layer}H{i}@{pos}" for layer in (0, 1) for i in (0, 1) for pos in range(POS)},
-        ),
-        (p.Sites(["L0H1", "L1N3@2"], [1, 4]), {"L0H1@1", "L0H1@4", "L1N3@2"}),
-    ):
-        graph = attribution_graph(model, ONE_RUN, sites=sites)
-        assert set(graph.heads["id"]) == expected
-        assert worst(graph.inflow(), graph.nodes) < ROUNDING
-
-
-def test_padding_is_no_node(model):
-    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), PROMPT], dim=1)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
-    graph = attribution_graph(model, Contrast(padded, None, METRIC, mask=mask), mass=1)
-    assert graph.heads.loc[graph.heads["position"] < 2, "attribution"].abs().max() == 0
-    assert graph.nodes.query("kind == 'embed'")["position"].tolist() == [2, 3, 4, 5, 6]
-    assert worst(graph.inflow(), graph.nodes) < ROUNDING
 
 
 def test_pruning_keeps_sums_and_says_what_is_left(models):
@@ -321,29 +280,13 @@ def test_pruning_keeps_sums_and_says_what_is_left(models):
 
 
 def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(model):
-    whole = attribution_graph(model, ONE_RUN, mass=0.9)
     with pytest.raises(InputError, match="max_edges=1,000") as refused:
         attribution_graph(model, ONE_RUN, mass=0.9, max_edges=1000)
-    said = str(refused.value).replace(",", "")
-    n_edges, top = (
-        int(re.search(pattern, said)[1]) for pattern in (r"up to (\d+) edges", r"top=(\d+)")
-    )
-    assert len(whole.edges) <= n_edges < 1.5 * len(whole.edges)
+    top = int(re.search(r"top=(\d+)", str(refused.value))[1])
     fewer = attribution_graph(model, ONE_RUN, top=top, max_edges=1000)
-    assert f"top={top} ({fewer.mass:.0%} of the mass)" in said
     assert 500 < len(fewer.edges) <= 1000
     with pytest.raises(InputError, match="top="):  # control: one more node is too many
         attribution_graph(model, ONE_RUN, top=top + 1, max_edges=1000)
-    with pytest.raises(InputError, match="even top=1 has too many"):
-        attribution_graph(model, ONE_RUN, mass=0.9, max_edges=1)
-
-
-def test_networkx_holds_nodes_edges_and_kinds(graph):
-    network = graph.to_networkx()
-    assert (len(network), network.number_of_edges()) == (len(graph.nodes), len(graph.edges))
-    row = graph.edges.query("kind == 'q'").iloc[0]
-    assert network.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
-    assert nx.is_directed_acyclic_graph(network)
 
 
 @pytest.mark.parametrize(
@@ -351,14 +294,9 @@ def test_networkx_holds_nodes_edges_and_kinds(graph):
     [
         ({"top": 3, "mass": 0.5}, r"got top=3, mass=0\.5"),
         ({"mass": 1.5}, "got mass=1.5; expected a number above 0"),
-        ({"mass": True}, "got mass=True; expected a number above 0"),
-        ({"top": 0}, "got top=0; expected a whole number, 1 or more"),
-        ({"max_edges": 0}, "got max_edges=0"),
         ({"positions": -1}, "got positions=-1; expected 'each', 'roles' or names of roles"),
-        ({"positions": "roles"}, "by role without corrupted prompts"),
         ({"contrast": Contrast(PROMPT, None, p.kl())}, "another run"),
         ({"contrast": Contrast(PROMPT.double(), None, METRIC)}, "got float64"),
-        ({"contrast": PROMPT}, r"got a Tensor; expected Contrast\("),
         ({"model": None}, "no neuron-heads"),
     ],
 )
@@ -370,3 +308,11 @@ def test_what_makes_no_sense_is_refused(model, graph, how, match):
         attribution_graph(model, ONE_RUN)
     with pytest.raises(InputError, match="got kind='z'"):
         graph.inflow("z")
+
+
+def test_networkx_holds_nodes_edges_and_kinds(graph):
+    network = graph.to_networkx()
+    assert (len(network), network.number_of_edges()) == (len(graph.nodes), len(graph.edges))
+    row = graph.edges.query("kind == 'q'").iloc[0]
+    assert network.edges[row["source"], row["target"], "q"]["weight"] == row["weight"]
+    assert nx.is_directed_acyclic_graph(network)

@@ -5,7 +5,6 @@ import math
 import bridges
 import pytest
 import torch
-from common import D_MLP
 from dense_heads import FAMILIES, Dense, original
 
 from attn_only_lens import Bilinear, circuits, expose_neuron_heads
@@ -48,7 +47,7 @@ def taken(frame):
 
 # TransformerLens folds nothing into the weights that are read here, whatever names hooks have.
 CASES = [*((family, "plain", True) for family in FAMILIES), ("gpt2", "names", True)]
-CASES += [("llama", "names", True), ("gpt2", "plain", False), ("gemma2", "plain", False)]
+CASES += [("gpt2", "plain", False), ("gemma2", "plain", False)]
 
 
 @pytest.mark.parametrize(("family", "state", "fold"), CASES)
@@ -83,8 +82,7 @@ def test_between_attention_heads_it_is_transformer_lens_own(model):
             assert abs(score - reference[i, h, j, g]) < 1e-10  # TransformerLens uses an SVD
 
 
-@pytest.mark.parametrize("family", ["llama", "neox"])
-@pytest.mark.parametrize("kind", ["q", "k", "v"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "k"), ("neox", "v")])
 def test_the_largest_of_all(family, kind):
     model, dense, k = model_of(family), Dense(family), 53
     everyone = list(dense.reads)
@@ -102,16 +100,7 @@ def test_the_largest_of_all(family, kind):
         assert every.iloc[k] < got.score.iloc[-1]  # control
 
 
-def test_more_than_there_are_is_all_there_are(model):
-    got = composed(model, p.Sites("heads", layers=0), p.Sites("neurons", layers=[0, 1]), top=10**6)
-    assert len(got) == 2 * 2 * D_MLP
-    grid = taken(
-        composed(model, p.Sites("heads", layers=0), p.Sites("neurons", layers=[0, 1]), "v")
-    )
-    assert (taken(got) - grid.reindex(taken(got).index)).abs().max() < EXACT
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_virtual_weights_are_the_product(family):
     model, dense = model_of(family), Dense(family)
     for writer, reader, kind in [
@@ -131,9 +120,8 @@ def test_virtual_weights_are_the_product(family):
     pairs = circuits.composition(model, ["embed", "L0H1"], ["L1H0", "L1N5"], "q")
     for row, pair in enumerate(pairs.frame[["writer", "reader"]].to_numpy()):
         assert torch.equal(pairs.virtual_weights(row).AB, virtual_weights(model, *pair, "q").AB)
-    for wrong in (4, -1, True):
-        with pytest.raises(InputError, match=f"got row={wrong}; expected 0 to 3"):
-            pairs.virtual_weights(wrong)
+    with pytest.raises(InputError, match="got row=4; expected 0 to 3"):
+        pairs.virtual_weights(4)
 
 
 def test_neurons_of_bilinear_gates(model):
@@ -147,22 +135,6 @@ def test_neurons_of_bilinear_gates(model):
         got = virtual_weights(split, *names, "q").AB.item()
         assert got == pytest.approx(gate.w[i] * gate.b[j] * weight, rel=1e-12)
         assert abs(composed(split, *names, "q").score.item() - score) < EXACT
-
-
-def test_random_heads_score_as_the_baseline_says(model):
-    """The mean of ratio² over random weights is 1; a head that reads what it writes exceeds it."""
-    frame = composed(
-        model, p.Sites("neurons", layers=0), p.Sites("neurons", layers=1), fold_norms=False
-    )
-    assert abs(frame.ratio_to_baseline.pow(2).mean() - 1) < 0.15
-    aligned = bridges.boot("gpt2")
-    with torch.no_grad():
-        first, second = (block.mlp for block in aligned.original_model.transformer.h)
-        second.c_fc.weight.copy_(first.c_proj.weight.T)
-    model = expose_neuron_heads(aligned).model
-    for i in (3, 29):
-        row = composed(model, f"L0N{i}", f"L1N{i}", "q", fold_norms=False)
-        assert row.ratio_to_baseline.item() == pytest.approx(26**0.5)
 
 
 def test_zero_weights_score_zero_and_broken_ones_are_refused():
@@ -182,22 +154,11 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
         composed(broken, "embed", "L1N7", top=3)
 
 
-def test_half_precision_is_computed_in_float32():
-    low = bridges.bridged(original("llama").to(torch.bfloat16))
-    high = bridges.bridged(original("llama").to(torch.bfloat16).double())
-    got, expected = (
-        taken(composed(bridges.exposed_copy(x), NAMES, NAMES, "q")) for x in (low, high)
-    )
-    assert (got - expected).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda m: composed(m, "L0H0", "L1H0", "o"), "got kind='o'"),
         (lambda m: composed(m, "L1H0", "L0N5"), "a reader after the writer"),
-        (lambda m: composed(m, "L1N5", "L1H0"), "a reader after the writer"),
-        (lambda m: virtual_weights(m, "L1H0", "L1H1", "v"), "a reader after the writer"),
         (lambda m: virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
         (lambda m: composed(m, "heads", "neurons", "k", top=3), "zero by"),
         (lambda m: composed(m, top=0, block=True), "(?s)got top=0.*got block=True"),
@@ -210,12 +171,6 @@ def test_half_precision_is_computed_in_float32():
 def test_what_is_refused(model, call, match):
     with pytest.raises(InputError, match=match):
         call(model)
-
-
-def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
-    with pytest.raises(InputError, match="pass top="):
-        composed(model, "heads", "neurons")
 
 
 def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
@@ -232,15 +187,7 @@ def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
     composed(exposed, "L0H0", "L1H0", "q", fold_norms=False)
 
 
-def test_weights_that_are_not_finite_are_named():
-    exposed = model_of("gpt2")
-    with torch.no_grad():
-        exposed.blocks[1].mlp.out.original_component.weight[5, 3] = float("nan")
-    with pytest.raises(InputError, match="layer 1: W_out has weights that are not finite"):
-        composed(exposed, "L0H0", "L1H0", "q")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(family):
     """Layers that growth adds have W_O and W_out of zero, and their norms are still read."""
     bridge = bridges.bridged(original(family))
@@ -255,3 +202,9 @@ def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(family):
         assert [norm.centres for norm in ours] == [norm.centres for norm in theirs]
         for first, second in zip(ours, theirs, strict=True):
             assert first.weight is second.weight or torch.equal(first.weight, second.weight)
+
+
+def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
+    monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
+    with pytest.raises(InputError, match="pass top="):
+        composed(model, "heads", "neurons")

@@ -10,9 +10,7 @@ from attn_only_lens import Bilinear, Contrast, circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
 from attn_only_lens.engine.linear_map import of_difference
-from attn_only_lens.engine.multipliers import Held, run_both
 from attn_only_lens.errors import InputWarning
-from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = [
@@ -20,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),  # raised by TransformerLens
 ]
 METRIC, EXACT = p.logit_diff(3, 7), 1e-12
-FAMILIES = [name for name in bridges.EVERY if name not in ("vit", "bert")]
+FAMILIES = ["gpt2", "neox", "granite", "qwen3", "gemma2", "olmo2", "native_gated"]
 if HAS_HOOKED_TRANSFORMER:  # bridges run with 4
     FAMILIES = ["converted parallel", "bilinear relu"]
 
@@ -65,9 +63,7 @@ def test_flows_into_every_node_add_up_to_its_attribution(family):
     assert run.value == pytest.approx(sum(nodes.filter(like="embed")), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("neox", "neuron"), ("neox", "attention"), ("gpt2", "neuron")]
-)
+@pytest.mark.parametrize(("family", "kind"), [("neox", "attention"), ("gpt2", "neuron")])
 def test_edges_into_patterns_and_values_add_up_to_the_parts_by_hand(family, kind):
     model, (clean, corrupted) = model_of(family), prompts(pos=7)
     n, letter = (model.cfg.n_heads, "H") if kind == "attention" else (37, "N")
@@ -94,42 +90,3 @@ def test_half_precision_is_computed_in_float32_and_its_error_is_said():
     with pytest.warns(InputWarning, match="in the model's precision"):
         graph = circuits.attribution_graph(model, contrast, top=5)
     assert graph.value == pytest.approx(wide.value, rel=1e-4)
-
-
-@pytest.mark.both_versions
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_circuits_own_run_is_explained_by_its_heads_and_the_tokens_alone(family):
-    """The circuit's run by hand: hooks put the corrupted run's z into every other head."""
-    model = model_of(family)
-    pair = Contrast(*prompts(pos=7), METRIC).pair(model)
-    host, generator = host_of(model), torch.Generator().manual_seed(0)
-    names = host.hook_names("z", ("attention", "neuron"))
-    z = model.run_with_cache(pair.corrupted, names_filter=names, return_cache_object=False)[1]
-    kept = {name: torch.rand(z[name][..., :1].shape, generator=generator) < 0.2 for name in names}
-    hooks = [
-        (name, lambda x, hook, name=name: torch.where(kept[name], x, z[name])) for name in names
-    ]
-    with torch.no_grad():
-        change = model.run_with_hooks(pair.clean, fwd_hooks=hooks) - model(pair.corrupted)
-    change = (change[:, -1, 3] - change[:, -1, 7]).mean().item()
-    held = {name: Held(~mask) for name, mask in kept.items()}
-    runs = run_both(model, pair, decomposed=True, held=held)
-    run = of_difference(model, pair, METRIC, runs=runs)
-    assert run.value == pytest.approx(change, rel=1e-5)  # rotations and norms are in float32
-    chosen = []
-    for writes in run.sublayers:
-        here = kept[host.hook_name(writes.layer, writes.kind, "z")][..., 0].any(0)
-        chosen.append([tuple(node) for node in here.nonzero().tolist()])
-    places = Places.of(pair)
-    attributions = [places.sums(run.attributions(i)) for i in range(len(chosen))]
-    nodes = node_frame(run, places, attributions, chosen, 0.0).set_index("id")["attribution"]
-    edges, _ = LinearGraph(run, pair, chosen).edges()
-    inflow = edges.groupby("target")["weight"].sum().reindex(nodes.index).fillna(0.0)
-    largest, heads = nodes.abs().max(), nodes.index.str.startswith("L")
-    assert (inflow - nodes)[heads].abs().max() <= EXACT * largest
-    assert abs(inflow["metric"] - run.value) <= EXACT * largest
-    assert abs(nodes.filter(like="embed").sum() - run.value) <= EXACT * largest
-    assert not (edges["source"] == "rest").any()
-    # Control: the rest of the model accounts for a part of the whole difference.
-    whole, _ = LinearGraph(of_difference(model, pair, METRIC), pair, chosen).edges()
-    assert (whole["source"] == "rest").any()

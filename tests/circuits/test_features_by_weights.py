@@ -66,12 +66,8 @@ def test_selections_leave_out_what_has_no_weights(model):
     pairs = circuits.composition(model, p.Sites(layers=3), p.Sites(layers=3), top=3)
     assert pairs.n_pairs == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
     for call in (
-        lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
         lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
-        lambda: circuits.composition(model, "L1S", "L3F11", "q"),
         lambda: circuits.composition(model, ["embed", "L1E"], top=3),
-        lambda: circuits.composition(model, readers="errors", top=3),
-        lambda: circuits.token_circuit(model, "L3E", "qk"),
         lambda: circuits.token_circuit(model, "L1S", "ov"),
         lambda: circuits.copying_scores(model, ["L3E"]),
     ):

@@ -14,7 +14,6 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.storage import Document
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +61,20 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
     circuit.save(path)
     same(circuit.core().frame, circuits.Circuit.load(path).core().frame)
     assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
+    assert f"{len(circuit)} of {circuit.n_sites} sites keep" in repr(circuit)
+    assert "The correct answer beats the wrong one" in repr(circuits.evaluate(model, circuit, task))
 
 
-@pytest.mark.parametrize(
-    ("heads", "layers"), [("all", [0, 3]), (["L3H3", HeadName.parse("L0N7")], None)]
-)
-@pytest.mark.parametrize(
-    "positions",
-    ["all", -1, range(2), (np.int64(3), 1), torch.tensor([1, 5]), ["end", "start"], "end"],
-)
-def test_all_sites_and_positions(circuit, heads, layers, positions, tmp_path):
-    sites = p.Sites(heads, positions, layers)
-    replace(circuit, candidates=sites).save(tmp_path / "a.json")
-    again = circuits.Circuit.load(tmp_path / "a.json").candidates
-    assert again == replace(sites, heads=list(map(str, sites.heads)))
+def test_all_sites_and_positions(circuit, tmp_path):
+    for sites in (
+        p.Sites("all", -1, layers=[0, 3]),
+        p.Sites(["L3H3", HeadName.parse("L0N7")], (np.int64(3), 1)),
+        p.Sites("neurons", torch.tensor([1, 5])),
+        p.Sites("heads", ["end", "start"]),
+    ):
+        replace(circuit, candidates=sites).save(tmp_path / "a.json")
+        again = circuits.Circuit.load(tmp_path / "a.json").candidates
+        assert again == replace(sites, heads=list(map(str, sites.heads)))
 
 
 def set_at(*path, to):
@@ -92,9 +91,6 @@ def set_at(*path, to):
     [
         (lambda whole: whole["circuit"]["frame"].pop("effect"), "its frame has no effect"),
         (lambda whole: whole["circuit"]["frame"]["name"].pop(), "holds no circuit: All arrays"),
-        (lambda whole: whole["circuit"].pop("n_pos"), "circuit.n_pos is missing"),
-        (set_at("ablation", to="melt"), "got 'melt'"),
-        (set_at("frame", "name", 0, to={}), "frame"),
         (set_at("candidates", "heads", 0, to=7), r"candidates\.heads\[0\]: got 7; expected str"),
         (
             set_at("candidates", "layers", to=[3, 3]),
@@ -113,50 +109,21 @@ def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path)
 
 @pytest.mark.parametrize("kind", ["circuit", "graph"])
 def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
-    path = tmp_path / "a.json"
-    if kind == "circuit":
-        circuit.save(path)
-        read, version, other = circuits.Circuit.load, "1", r"which patching\.Sweep\.load opens"
-    else:
-        graph.save(path)
-        read, version, other = (
-            circuits.CircuitGraph.load,
-            "4",
-            r"has format 'attn_only_lens\.Sweep'",
-        )
+    path, saved = tmp_path / "a.json", {"circuit": circuit, "graph": graph}[kind]
+    saved.save(path)
     whole = json.loads(path.read_text("utf-8"))
     moved = {"faithfulness": 0.5} if kind == "circuit" else {"value": 0.5}
     for text, match in (
         (json.dumps(whole | {kind: whole[kind] | moved}), "was changed after it was written"),
-        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), other),
-        (
-            json.dumps(whole | {"format_version": 9}),
-            f"9, but this .* version {version}",
-        ),
+        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), r"attn_only_lens\.Sweep|which"),
+        (json.dumps(whole | {"format_version": 9}), "format version 9|9, but this"),
         (json.dumps(whole)[:-7], "is not valid JSON"),
-        ("[]", "has format 'list'"),
         ("[" * 100_000, "recursion"),
+        (None, "is missing"),
     ):
-        path.write_text(text, "utf-8")
+        path.unlink() if text is None else path.write_text(text, "utf-8")
         with pytest.raises(CheckpointError, match=match):
-            read(path)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        read(path)
-
-
-def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
-    Document("attn_only_lens.CircuitGraph", 3, dict).write(tmp_path / "graph.json")
-    with pytest.raises(CheckpointError, match=r"which circuits\.CircuitGraph\.load opens"):
-        circuits.Circuit.load(tmp_path / "graph.json")
-
-
-def test_a_printed_circuit_fits_into_80_columns_and_says_what_a_missing_site_means(circuit):
-    """The table also fits with the columns of stability."""
-    lines = repr(circuit).splitlines()
-    assert "inclusion_low" in lines[1]
-    assert max(map(len, lines[1:])) <= 80
-    assert " ".join(lines).split()[-1] == "shell."
+            type(saved).load(path)
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +151,10 @@ def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
 @pytest.mark.parametrize(
     ("path_to", "value", "match"),
     [
-        (("edges", "source", 0), 0.7, "expected int"),
         (("edges", "source", 0), -1, "got source -1; expected a row index"),
         (("edges", "source", 0), 10**6, "IndexError"),
         (("nodes", "position", 0), 6, "embed@0 at a position outside the prompts"),
-        (("nodes", "name", 0), 7, r"name\[0\]: got 7; expected str"),
         (("tokens", 0, 0), 7, r"tokens\[0\]\[0\]: got 7; expected str"),
-        (("tokens", 0), "abcde", "got 'abcde'; expected list"),
-        (("mass",), 1.5, "got mass=1.5"),
     ],
 )
 def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to, value, match):
@@ -216,10 +179,7 @@ def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to,
     [
         (lambda g: {"edges": g.edges.assign(source="L9N9@9")}, "'L9N9@9' of an edge is not a node"),
         (lambda g: {"nodes": pd.concat([g.nodes, g.nodes[:1]])}, "node embed@0 twice"),
-        (lambda g: {"edges": g.edges.assign(kind="x")}, "kind 'x'"),
-        (lambda g: {"value": float("nan")}, "not finite"),
         (lambda g: {"edges": g.edges.iloc[[0, 0]]}, "expected one edge of each kind"),
-        (lambda g: {"nodes": g.nodes.drop(columns="value")}, "got nodes with"),
     ],
 )
 def test_what_does_not_hang_together_is_no_graph(graph, change, match):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import tokens
 from models import build
-from patch_oracle import seen
+from patched_runs import seen
 
 from attn_only_lens import Contrast, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p

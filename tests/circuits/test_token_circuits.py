@@ -4,15 +4,13 @@ import bridges
 import numpy as np
 import pytest
 import torch
-from allocations import Allocated
 from common import D_MLP, D_VOCAB
 from dense_heads import Dense, original
 
-from attn_only_lens import Bilinear, circuits, expose_neuron_heads
-from attn_only_lens import patching as p
+from attn_only_lens import circuits
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
+from attn_only_lens.gates import GeneralizedSiLU
 
 pytestmark = [
     pytest.mark.numeric,
@@ -48,7 +46,7 @@ class Tables:
         return self.E @ self.dense.writes[name] @ self.U
 
 
-@pytest.mark.parametrize("family", ["gpt2", "grouped", "gemma2", "olmo2"])
+@pytest.mark.parametrize("family", ["gpt2", "grouped", "gemma2"])
 def test_circuits_are_those_of_dense_matrices(family):
     model, tables, part = exposed(family), Tables(family), Tables(family, SOME)
     for head in ("L1H1", "L1N5"):
@@ -74,18 +72,15 @@ def test_circuits_are_those_of_dense_matrices(family):
         near(unfolded, Tables(family, fold=False).ov(head))
         assert (unfolded - tables.ov(head)).abs().max() > 1e-2
     n_heads = tables.dense.cfg.num_attention_heads
-    names = list(circuits.copying_scores(model, p.Sites("heads", layers=1))["name"])
-    assert names == [f"L1H{i}" for i in range(n_heads)]
     assert len(circuits.copying_scores(model)) == 2 * (n_heads + D_MLP)
 
 
-@pytest.mark.parametrize("block", [5, 1024])
-def test_the_strongest_pairs(block):
+def test_the_strongest_pairs():
     model, tables = exposed("llama"), Tables("llama")
     for head in ("L1H1", "L1N5"):
         every = tables.ov(head)
         for lowest in (False, True):
-            top = circuits.token_circuit(model, head, "ov").top(29, lowest=lowest, block=block)
+            top = circuits.token_circuit(model, head, "ov").top(29, lowest=lowest, block=5)
             expected = every.flatten().sort(descending=not lowest).values[:29]
             near(top["score"].to_numpy(), expected)
             near(every[top["read_token"], top["written_token"]], expected)
@@ -98,9 +93,9 @@ def test_the_strongest_pairs(block):
     near(gate["score"].to_numpy(), tables.qk("L1N5")[:, 0].sort(descending=True).values[:3])
 
 
-@pytest.mark.parametrize(("a_1", "a_2"), [(0.4, -3.1), (-2.3, 0.7)])
-def test_generalized_silus_in_the_limit_of_a_large_stream(a_1, a_2):
+def test_generalized_silus_in_the_limit_of_a_large_stream():
     """A plain neuron whose gate is open adds a_1 a_2 times its query to its output."""
+    a_1, a_2 = 0.4, -3.1
     made, gate, tables = original("gpt2"), GeneralizedSiLU(a_1, a_2), Tables("gpt2")
     for block in made.base_model.h:
         del block.mlp.act  # a module
@@ -113,28 +108,6 @@ def test_generalized_silus_in_the_limit_of_a_large_stream(a_1, a_2):
         row = tables.dense.writes[key][0] / tables.dense.reads[key]["v"][0, 0]
         expected = torch.outer(a_1 * (a_2 * q).clamp(min=0), row @ tables.U)
         near(circuits.token_circuit(model, key, "ov").matrix.AB[opens], expected[opens])
-
-
-def test_neurons_of_bilinear_gates_have_multiples_of_the_circuit():
-    model, gate = exposed("gpt2", gate=Bilinear(4)), bilinear_gate("gelu_new", 4)
-    whole = Tables("gpt2").ov("L1N5")
-    for j in range(4):
-        near(circuits.token_circuit(model, f"L1N{20 + j}", "ov").matrix.AB, gate.w[j] * whole)
-    assert len(set(gate.w)) > 1
-
-
-def test_no_matrix_of_the_vocabulary_is_held():
-    d_vocab, b, k = 2003, 128, 50
-    config = bridges.transformers.GPT2Config(**bridges.GPT | {"vocab_size": d_vocab})
-    bridge = bridges.bridged(bridges.transformers.GPT2LMHeadModel(config).eval())
-    model, d_head = expose_neuron_heads(bridge).model, 13
-    ov = circuits.token_circuit(model, "L0H1", "ov")
-    with Allocated() as allocated:
-        top = ov.top(k, block=b)
-    bound = 4 * (2 * b * d_head + 2 * b * b + 16 * b * k + 8 * d_vocab)
-    assert allocated.most < bound < 4 * d_vocab**2 / 10
-    expected = ov.matrix.AB.flatten().topk(k).values.double()
-    assert abs(top["score"].to_numpy() - expected.numpy()).max() < 1e-5 * expected[0]
 
 
 def test_the_largest_products_are_found_whatever_is_skipped():
@@ -160,14 +133,8 @@ def of_two_vocabularies(d_out):
     return bridge
 
 
-@pytest.mark.parametrize(
-    ("d_out", "chosen", "read", "written"),
-    [
-        (31, [3, 37, 29, 40], [3, 37, 29, 40], [3, 29]),
-        (53, [51, 3, 29, 47], [3, 29], [51, 3, 29, 47]),
-    ],
-)
-def test_tokens_are_those_of_their_side(d_out, chosen, read, written):
+def test_tokens_are_those_of_their_side():
+    d_out, chosen, read, written = 31, [3, 37, 29, 40], [3, 37, 29, 40], [3, 29]
     raw = of_two_vocabularies(d_out)
     model = bridges.exposed_copy(raw)
     attn, mlp = raw.blocks[1].attn, raw.blocks[1].mlp
@@ -190,35 +157,12 @@ def test_tokens_are_those_of_their_side(d_out, chosen, read, written):
     M = circuits.token_circuit(model, "L1H1", "ov", tokens=both, fold_norms=False)
     scores = circuits.copying_scores(model, ["L1H1"], tokens=both, fold_norms=False)
     assert abs(scores.eigenvalue_sum[0] - M.matrix.AB.trace()) < EXACT * M.matrix.AB.norm()
-    side, outside = ("output", 40) if d_out < 41 else ("input", 41)
-    for match, call in (
-        (
-            f"got {len(read)} input tokens and {len(written)} output",
-            lambda: circuits.copying_scores(model, tokens=chosen),
-        ),
-        (
-            f"got 41 input tokens and {d_out} output tokens",
-            lambda: circuits.copying_scores(model),
-        ),
-        (
-            "different tokens from 0 to 40",
-            lambda: circuits.token_circuit(model, "L1H1", "qk", tokens=[*chosen, 41]),
-        ),
-        (
-            f"from 0 to {max(41, d_out) - 1}",
-            lambda: circuits.token_circuit(model, "L1H1", "ov", tokens=[53]),
-        ),
-        (
-            f"none of them in the {side} vocabulary",
-            lambda: circuits.token_circuit(model, "L1H1", "ov", tokens=[outside]),
-        ),
-        (
-            "expected a square matrix",
-            lambda: circuits.token_circuit(model, "L0H1", "ov").eigenvalues,
-        ),
-    ):
-        with pytest.raises(InputError, match=match):
-            call()
+    with pytest.raises(InputError, match="got 41 input tokens and 31 output tokens"):
+        circuits.copying_scores(model)
+    with pytest.raises(InputError, match="from 0 to 40"):
+        circuits.token_circuit(model, "L1H1", "ov", tokens=[53])
+    with pytest.raises(InputError, match="none of them in the output vocabulary"):
+        circuits.token_circuit(model, "L1H1", "ov", tokens=[40])
 
 
 def test_refusals():
@@ -226,22 +170,15 @@ def test_refusals():
     ov = circuits.token_circuit(model, "L0H1", "ov", tokens=SOME)
     for match, call in (
         ("got k=0", lambda: ov.top(0)),
-        ("got block=0.5", lambda: ov.top(block=0.5)),
         (
             "expected different tokens",
             lambda: circuits.token_circuit(model, "L0H1", "qk", tokens=[3, 3]),
         ),
         ("got tokens=", lambda: circuits.copying_scores(model, tokens=[D_VOCAB])),
-        ("got tokens=", lambda: circuits.copying_scores(model, tokens=[])),
         ("expected one name", lambda: circuits.token_circuit(model, ["L0H1"], "ov")),
-        ("has no neuron-heads", lambda: circuits.copying_scores(bridges.boot("gpt2"))),
     ):
         with pytest.raises(InputError, match=match):
             call()
-    with torch.no_grad():
-        model.embed.original_component.weight[5, 0] = float("nan")
-    with pytest.raises(InputError, match="the embedding has weights that are not finite"):
-        circuits.copying_scores(model)
     with pytest.raises(UnsupportedCallError, match="no vocabulary"):
         circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
     untied = bridges.exposed_copy(of_two_vocabularies(31))

@@ -99,20 +99,6 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
     assert all("N" in name for name in both.quadrant_examples()["name"])
 
 
-def test_statistics_of_dead_features_alone_can_be_saved(model, texts, tmp_path):
-    dead = neurons.neuron_statistics(model, [f"L3F{DEAD}"], corpus_of(texts[:2]), k=2)
-    assert dead.frame().empty
-    path = dead.save(tmp_path / "dead.safetensors")
-    assert neurons.NeuronStatistics.load(path).frame().empty
-
-
-def test_attributions_of_features(model, texts):
-    options = {"k": 3, "by": "attribution", "metric": p.loss()}
-    frame = neurons.top_examples(model, ["L3F7", "L1F9"], corpus_of(texts[:4]), **options)
-    assert len(frame)
-    assert all(values[position] for values, position in frame[["values", "position"]].to_numpy())
-
-
 def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
     corpus = corpus_of(texts[:1])
     every = neurons.corpus_statistics(model, "all", corpus, k=1)

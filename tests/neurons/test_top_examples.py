@@ -4,7 +4,6 @@ import json
 import math
 from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 from bridges import boot, exposed_copy
@@ -25,7 +24,7 @@ corpus_of = partial(neurons.Corpus, context=CONTEXT)
 MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
     "gated": lambda: exposed_copy(boot("llama")),
-    "relu": lambda: exposed_copy(boot("neox_sequential")),
+    "relu": lambda: exposed_copy(boot("neox_sequential")),  # its gates are exactly 0 or 1
     "bilinear": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
     "attends to padding": lambda: exposed_copy(boot("bert")),
 }
@@ -111,24 +110,6 @@ def test_they_are_those_of_a_sort(model_and_rows, by):
     assert has_equals  # control: the order of equal values is tested
 
 
-def test_all_neurons_and_a_selection(plain):
-    texts = corpus()
-    every = neurons.top_examples(plain, None, corpus_of(texts), k=2)
-    assert len(every) == 2 * 2 * 2 * 37
-    smallest = corpus_of(texts, ends="smallest")
-    layer = neurons.top_examples(plain, p.Sites("neurons", layers=1), smallest, k=2)
-    expected = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
-    # Hooks in layer 0 change the rounding.
-    for first, second in zip(layer.to_dict("records"), expected.to_dict("records"), strict=True):
-        assert first["value"] == pytest.approx(second["value"], rel=1e-9, abs=1e-12)
-        assert (first["name"], first["rank"]) == (second["name"], second["rank"])
-
-
-def test_fewer_tokens_than_examples(plain):
-    frame = neurons.top_examples(plain, "L0N3", corpus_of([[1, 2], [3]], ends="largest"), k=20)
-    assert sorted(zip(frame["text"], frame["at"], strict=True)) == [(0, 0), (0, 1), (1, 0)]
-
-
 def bins(x):
     """Count values in 64 bins of |x| for each sign, one by one."""
     limit = 2.0 ** max(math.ceil(math.log2(abs(value))) if value else -40 for value in x)
@@ -207,15 +188,13 @@ def test_statistics_are_kept(plain, tmp_path):
     read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
     assert read.frame().equals(statistics.frame())
     assert torch.equal(read.counts["joint"], statistics.counts["joint"])
-    one = read.of(["L1N29"])
-    frame = statistics.frame()
+    one, frame = read.of(["L1N29"]), statistics.frame()
     assert one.frame().equals(frame[frame["name"] == "L1N29"].reset_index(drop=True))
     examples = neurons.examples_of(frame, "L1N29")
     assert len(examples) == 6
     assert examples[0].values[examples[0].position] == examples[0].value
-    for call in (lambda: one.histogram("L0N3", "z"), lambda: statistics.histogram("L0N3", "q")):
-        with pytest.raises(InputError, match="got '"):
-            call()
+    with pytest.raises(InputError, match="got '"):
+        one.histogram("L0N3", "z")
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
@@ -243,19 +222,19 @@ def by_loss(model, text, name, position, scale):
     return -logs[torch.arange(len(text) - 1), torch.tensor(text[1:])].mean().item()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_attributions_are_derivatives(family):
-    model, texts = exposed_copy(boot(family)), [[3, 5, 7, 11], [2, 13, 17]]
+def test_attributions_are_derivatives():
+    model, texts = exposed_copy(boot("llama")), [[3, 5, 7, 11], [2, 13, 17]]
     names, by = ["L0N3", "L1N29"], {"by": "attribution", "metric": p.loss()}
-    frame = neurons.top_examples(model, names, corpus_of(texts, ends="largest"), k=7, **by)
+    corpus = corpus_of(texts, ends="largest")
+    found = neurons.corpus_statistics(model, [*names, "L1H1"], corpus, k=7, **by)
+    frame = found.neurons.frame()
     assert len(frame) == 14
     assert (frame["value"].abs() > 1e-7).sum() >= 8  # z of the last tokens has no effect
-    for row in frame.to_dict("records"):
+    for row in [*frame.to_dict("records"), *found.heads.frame().to_dict("records")]:
         place = texts[row["text"]], row["name"], row["at"]
         # The steps are large because LLaMA's norm computes in float32.
         slope = (by_loss(model, *place, 1.01) - by_loss(model, *place, 0.99)) / 0.02
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
-        assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
     # Texts of one token have no loss, and other texts are not affected.
     short = corpus_of([[3], [5], *texts], ends="largest")
     shifted = neurons.top_examples(model, names, short, k=9, work=Work(batch_size=2), **by)
@@ -280,19 +259,13 @@ def of_words(tmp_path_factory):
 
 def test_corpora_of_every_form(of_words, tmp_path):
     texts = ["w3 w5 w7", "", "w11 w2 w13 w17 w19 w23 w29 w31", "w3 w5 w7"]
-    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
-    (tmp_path / "windows.txt").write_bytes("\r\n".join(["\ufeff" + texts[0], *texts[1:]]).encode())
+    (tmp_path / "texts.txt").write_bytes("\r\n".join(["\ufeff" + texts[0], *texts[1:]]).encode())
     of_dicts = [{"text": text, "other": 1} for text in texts]
     lines = [json.dumps(text) if text["text"] else "" for text in of_dicts]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     forms = [
-        texts,
-        [of_words.to_tokens(text)[0] for text in texts],
-        [of_words.to_tokens(text)[0].numpy() for text in texts],
-        tmp_path / "windows.txt",
-        (text for text in texts),
-        of_dicts,
-        tmp_path / "texts.txt",
+        *(texts, (text for text in texts), of_dicts),
+        *([of_words.to_tokens(text)[0] for text in texts], tmp_path / "texts.txt"),
         str(tmp_path / "texts.jsonl"),
     ]
     frames = [neurons.top_examples(of_words, NAMES, corpus_of(form), k=5) for form in forms]
@@ -352,17 +325,11 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     [
         (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
         (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, 1 or more"),
-        (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
-        (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
-        (NAMES, [[1]], {"work": Work(prompts_at_once=2)}, "does not use prompts_at_once"),
         (p.Sites(NAMES, -1), [[1]], {}, "got positions=-1; expected heads without positions"),
         (NAMES, [[]], {}, "has no tokens except BOS"),
-        (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
-        (NAMES, ["a text"], {}, "text 0: got a text, but the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
-        (NAMES, [["a", "text"]], {}, "text 0: "),
         (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),
     ],
 )
@@ -376,18 +343,9 @@ def test_a_corpus_is_refused(plain):
         neurons.top_examples(plain, NAMES, neurons.Corpus([[1]], context=18))
     with pytest.raises(InputError, match=r"got a list; expected a corpus: neurons\.Corpus\(texts"):
         neurons.top_examples(plain, NAMES, [[1]])
-    for no_texts in (3, None, torch.tensor(7), {"text": "a"}, pd.DataFrame({"text": ["a"]})):
-        with pytest.raises(InputError, match="expected a file or a list of texts") as refused:
-            neurons.Corpus(no_texts, before=-1)
-        assert len(refused.value.reasons) == 2
     with pytest.raises(InputError) as refused:
-        neurons.Corpus([[1]], context=1, ends="first", before=-1, after=0.5)
-    assert [reason.partition(";")[0] for reason in refused.value.reasons] == [
-        "got context=1",
-        "got ends='first'",
-        "got before=-1",
-        "got after=0.5",
-    ]
+        neurons.Corpus({"text": "a"}, context=1, ends="first", before=-1, after=0.5)
+    assert len(refused.value.reasons) == 5
 
 
 def test_activations_that_are_not_finite_are_refused():
@@ -396,12 +354,3 @@ def test_activations_that_are_not_finite_are_refused():
         model.W_E[7] = math.inf  # padding cannot be tested, so each text runs alone
     with pytest.raises(InputError, match="an activation in texts 1 to 1 is not finite"):
         neurons.top_examples(model, NAMES, corpus_of([[1, 2], [3, 7]]))
-
-
-def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
-    """Refuse an infinite value even if the output is finite: z = relu(-∞) is 0."""
-    model = exposed_copy(boot("neox_sequential"))
-    with torch.no_grad():
-        model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf
-    with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
-        neurons.neuron_statistics(model, ["L1N3"], corpus_of([[1, 2], [3, 4]]))

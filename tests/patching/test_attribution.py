@@ -5,13 +5,12 @@ from functools import cache
 
 import bridges
 import numpy as np
-import patch_oracle as oracle
+import patched_runs as oracle
 import pytest
 import torch
 from common import of_a_library, tokens
-from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import Bilinear, Contrast, Work, expose_neuron_heads
+from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
@@ -25,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
 ]
 POS, END = 5, 4
-METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+METRIC = p.logit_diff(correct=7, wrong=8)
 NAMES = ("L0H1", "L0N3", "L1H0", "L1N36")
 METHODS = ("gradient", "exact_gate", "integrated", "secant")
 # The steps of a difference quotient, and the largest relative error: step² f‴/6. RMS norms of
@@ -115,52 +114,6 @@ def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(name):
         assert first.equals(second)
 
 
-def test_padding_batches_and_sets_of_positions():
-    model, clean = made("gpt2"), tokens(0, batch=3, pos=POS)
-    corrupted, mask = clean.clone(), torch.ones_like(clean)
-    mask[1, :2] = 0
-    corrupted[:, 1], corrupted[1, 3] = (clean[:, 1] + 7) % 41, (clean[1, 3] + 5) % 41
-    contrast = Contrast(clean, corrupted, METRIC, mask=mask)
-    how = {"method": "gradient", "part": "pattern"}
-    rows = estimate(model, contrast, sites=NAMES, **how, per_prompt=True).frame
-    together = estimate(model, contrast, sites=p.Sites(NAMES, "all"), **how)
-    for name in NAMES:
-        total = rows.query("name == @name").eval("value - unpatched").sum() / 3
-        # The sums of five terms are taken in another order.
-        assert moves(together, name, "all") == pytest.approx(total, rel=1e-10, abs=1e-13)
-        hook_name, index = oracle.place(model, name, "pattern", slice(None))
-        change = oracle.seen(model, clean, hook_name, mask)[index]
-        change = change - oracle.seen(model, corrupted, hook_name, mask)[index]
-        change[1, :2] = 0  # padding is not patched
-        expected = oracle.slope(model, corrupted, hook_name, index, change, mask=mask)
-        assert total == pytest.approx(expected, rel=1e-5, abs=1e-9)
-
-
-def test_neurons_of_bilinear_gates():
-    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    sites = ["L0N28", "L0N31"]
-    for part in ("z", "q"):
-        result = estimate(model, sites=sites, part=part, method="gradient")
-        for name in sites:
-            hook_name, index = oracle.place(model, name, part, 1)
-            change = oracle.seen(model, CLEAN, hook_name) - oracle.seen(model, CORRUPTED, hook_name)
-            expected = oracle.slope(model, CORRUPTED, hook_name, index, change[index])
-            assert moves(result, name, 1) == pytest.approx(expected, rel=1e-5, abs=1e-10)
-        assert max(abs(moves(result, name, 1)) for name in sites) > 1e-6
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "granite"])
-def test_methods_find_what_patching_finds(name):
-    """Bridges of 3.9 let no gradient through Granite's hook_attn_out and hook_mlp_out."""
-    model = made(name)
-    for part, methods in {"q": ("exact_gate",), "z": ("integrated", "secant")}.items():
-        exact = p.activation_patch(model, PAIR, part=part)
-        for method in methods:
-            result = estimate(model, part=part, method=method)
-            assert result.method == method
-            assert p.agreement(exact, result)["pearson"].min() > (0.9 if part == "z" else 0.99)
-
-
 # Integrated gradients
 
 
@@ -177,22 +130,6 @@ def test_integrated_gradients_of_the_embedding_are_complete():
     assert abs(errors[2]) < 1e-2 * abs(change)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.2)
     assert abs(errors[0]) > 10 * abs(errors[2])  # control: one gradient alone is far off
-
-
-def test_integrated_is_alike_in_both_directions():
-    scores = {
-        steps: estimate(made("gpt2"), steps=steps, method="integrated").frame["score"]
-        for steps in (4, 8, 64)
-    }
-    off = {steps: (scores[steps] - scores[64]).abs().max() for steps in (4, 8)}
-    assert off[8] < off[4] / 2
-    # The reverse path has the same gradients, and changes of the opposite sign.
-    noise = estimate(made("gpt2"), steps=64, method="integrated", direction="noise").frame["score"]
-    assert (scores[64] + noise - 1).abs().max() < 1e-10
-    gradients = [
-        estimate(made("gpt2"), method="gradient", direction=x) for x in ("denoise", "noise")
-    ]
-    assert (sum(x.frame["score"] for x in gradients) - 1).abs().max() > 1e-3  # control
 
 
 def test_tokens_that_enter_elsewhere_leave_no_path():
@@ -214,34 +151,6 @@ def test_tokens_that_enter_elsewhere_leave_no_path():
 # Cost and state
 
 
-@pytest.mark.parametrize("params", [True, False])
-def test_cost_in_forwards(params):
-    """A backward pass without weight gradients costs one forward pass: 3 in all, 2 per step."""
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
-    model.requires_grad_(params)
-
-    def flops(run):
-        with FlopCounterMode(display=False) as counter:
-            run()
-        return counter.get_total_flops()
-
-    def attribute(**settings):
-        return flops(lambda: estimate(model, **settings))
-
-    with torch.no_grad():
-        forward = flops(lambda: model(CLEAN))
-    one = attribute(method="gradient")
-    # The backward pass starts at the logits and ends below the first block's heads.
-    assert 2.8 * forward < one <= 3.2 * forward
-    # Control: weight gradients would add the cost of one more forward pass.
-    model.requires_grad_(True)
-    with_weights = flops(lambda: model(CLEAN)[0, -1, 3].backward())
-    model.zero_grad()
-    assert with_weights > 2.7 * forward
-    steps = [attribute(method="integrated", steps=k) for k in (1, 3)]
-    assert steps[1] - steps[0] == pytest.approx(2 * 2 * forward, rel=0.1)
-
-
 def state_of(model):
     points = [m for m in model.modules() if hasattr(m, "_forward_hooks")]
     hooks = [
@@ -251,7 +160,7 @@ def state_of(model):
     return hooks, wants, torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["exact_gate", "integrated"])
 def test_the_model_is_left_as_it_was(method):
     model = bridges.exposed_copy(bridges.boot("llama"))
     for index, parameter in enumerate(model.parameters()):
@@ -281,21 +190,16 @@ def test_the_model_is_left_as_it_was(method):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"part": "w"}, "got part='w'"),
-        ({"direction": "up"}, "got direction='up'"),
-        ({"direction": "zero", "part": "q"}, "expected part='z'"),
         ({"direction": "zero", "method": "integrated"}, "interpolates between the clean"),
         ({"method": "atp"}, "got method='atp'"),
         ({"part": "q", "method": "secant"}, "expected part='z'"),
         ({"split": True}, "got split=True with method='exact_gate'"),
         ({"steps": 3}, "expected steps=None"),
         ({"steps": 0, "method": "integrated"}, "got steps=0"),
-        ({"steps": True, "method": "integrated"}, "got steps=True"),
-        ({"sites": "L0N99"}, "neurons 0 to 36"),
-        ({"sites": p.Sites(positions=9)}, "got 9"),
         ({"work": Work(batch_size=3)}, "got batch_size=3 in work; this function does not use"),
-        ({"contrast": CLEAN}, r"got a Tensor; expected Contrast\(clean, corrupted, metric\)"),
         ({"contrast": replace(PAIR, corrupted=CLEAN)}, "identical prompts"),
+        ({"contrast": replace(PAIR, metric=lambda x: 0 * x.sum())}, "constant"),
+        ({"contrast": replace(PAIR, metric=lambda x: x.detach()[:, -1, 3].mean())}, "detached"),
     ],
 )
 def test_refusals(settings, words):
@@ -303,25 +207,7 @@ def test_refusals(settings, words):
         estimate(made("gpt2"), **settings)
 
 
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (lambda x: 0 * x.sum(), "constant"),
-        (lambda x: x.detach()[:, -1, 3].mean(), "detached"),
-    ],
-)
-def test_refused_metrics(metric, words):
-    with pytest.raises(InputError, match=words):
-        estimate(made("gpt2"), replace(PAIR, metric=metric))
-
-
-def own_kl(clean_logits):
-    """Return the KL divergence from a float64 model's clean run, as a user may write it."""
-    clean = clean_logits[:, -1].log_softmax(-1)
-    return lambda x: (clean.exp() * (clean - x[:, -1].log_softmax(-1))).sum(-1).mean()
-
-
-@pytest.mark.parametrize("metric", ["kl", "own kl", "clamped"])
+@pytest.mark.parametrize("metric", ["kl", "clamped"])
 def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
     """Refuse a metric with a zero gradient on the patched run: all its estimates would be zero."""
     model = made("llama")
@@ -332,7 +218,6 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
     top = float(clean_logits[0, -1, token] - difference[token] / 7)  # below the clean logit
     metric = {
         "kl": p.kl(),
-        "own kl": p.custom(own_kl(clean_logits), name="own kl"),
         "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
     }[metric]
     contrast = replace(PAIR, metric=metric)
@@ -343,21 +228,6 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
         assert estimate(model, contrast, method).effect.abs().max() > 1e-3
     between = estimate(model, contrast, "integrated", direction="noise")
     assert between.effect.abs().max() > 1e-3
-
-
-@pytest.mark.both_versions
-def test_hook_points_that_only_look_on_are_refused():
-    """Under 3.9, the pattern hook points of a native bridge are read-only."""
-    model = made("native")
-    hook_name, index = oracle.place(model, "L1H0", "pattern", END)
-    heard = not torch.equal(oracle.moved(model, CLEAN, hook_name, index, 1.0), model(CLEAN))
-    if heard:
-        estimate(model, part="pattern", method="gradient")
-    else:
-        with pytest.raises(UnsupportedModelError, match=r"attn\.hook_pattern has no gradient"):
-            estimate(model, part="pattern", method="gradient")
-    estimate(model, method="secant")  # it computes the softmax itself
-    estimate(model, method="gradient")
 
 
 def test_a_padding_token_with_a_zero_embedding():

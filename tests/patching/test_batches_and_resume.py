@@ -1,7 +1,6 @@
 """Tests of how sweeps run: batches, memory, clean-up after errors, and resuming."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import bridges
 import numpy as np
@@ -14,7 +13,6 @@ from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import site_groups
-from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.work import work_reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
@@ -40,11 +38,9 @@ def sweep(model, contrast=PAIR, sites=SITES, **how):
 
 
 def test_batch_sizes_and_the_order_of_rows_change_nothing(model):
-    for part in ("z", "pattern"):
-        frame = sweep(model, part=part)
-        for size in (1, 2, 5, 1000):
-            got = sweep(model, part=part, work=Work(batch_size=size))
-            pd.testing.assert_frame_equal(got, frame, **SAME)
+    for part, size in (("z", 5), ("pattern", 2)):
+        got = sweep(model, part=part, work=Work(batch_size=size))
+        pd.testing.assert_frame_equal(got, sweep(model, part=part), **SAME)
     first, second = (
         sweep(model, sites=p.Sites(sites, positions)).set_index(["name", "position"])["value"]
         for sites, positions in ((SITES, [4, 7, 9]), (SITES[::-1], [9, 4, 7]))
@@ -53,8 +49,9 @@ def test_batch_sizes_and_the_order_of_rows_change_nothing(model):
     assert first.nunique() > len(first) // 2
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize(
+    ("batch_size", "error"), [(None, torch.OutOfMemoryError), (64, RuntimeError)]
+)
 def test_out_of_memory(model, batch_size, error):
     expected, sizes = sweep(model), []
 
@@ -72,50 +69,6 @@ def test_out_of_memory(model, batch_size, error):
     assert sum(n > 6 for n in sizes) <= 5
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_batches_on_a_cpu_are_of_what_free_memory_allows(model, processes, monkeypatch):
-    """Free memory for no variant, for one, for three and for any number of variants."""
-    numbers, of_token = 7001, 101
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-
-    def largest(variants):
-        # Half of the free memory is used, and each number takes 8 bytes.
-        free = SimpleNamespace(available=int(2 * processes * variants * 8 * numbers))
-        monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-        batching = Batching(model, None, lambda n: None, of_token)
-        sizes, values = [], torch.zeros(5000)
-
-        def run(chunk):
-            sizes.append(len(chunk))
-            return chunk.double()
-
-        batching.fill(values, torch.arange(5000), numbers, run)
-        assert torch.equal(values, torch.arange(5000.0))
-        return sizes[0]
-
-    most = 2048 * of_token // numbers  # the memory of 2048 tokens
-    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, most]
-
-
-def test_out_of_memory_with_one_site_and_other_errors(model):
-    batching, sizes = Batching(model, 8, lambda n: None), []
-
-    def run(error):
-        def inner(chunk):
-            sizes.append(len(chunk))
-            raise error
-
-        return inner
-
-    for error, match in (
-        (torch.OutOfMemoryError("full"), "full"),
-        (RuntimeError("shapes do not match"), "shapes"),
-    ):
-        with pytest.raises(type(error), match=match):
-            batching.fill(torch.zeros(5), torch.arange(5), 1, run(error))
-    assert sizes == [5, 2, 1, 1]
-
-
 def state(model):
     """Return everything that a sweep may attach to a model while it runs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -125,8 +78,7 @@ def state(model):
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "native"])
-@pytest.mark.parametrize("after", [1, 6, 12])
+@pytest.mark.parametrize(("name", "after"), [("gpt2", 12), ("gemma2", 6), ("native", 1)])
 def test_an_error_leaves_the_model_as_it_was(name, after):
     model, calls = bridges.exposed_copy(bridges.boot(name)), []
     model.train(name != "gpt2")  # GPT-2 has dropout
@@ -179,8 +131,6 @@ def test_results_of_another_job_are_refused(model, tmp_path):
         ({"part": "pattern"}, "part"),
         ({"direction": "noise"}, "direction"),
         ({"sites": p.Sites(SITES, "all")}, "positions"),
-        ({"sites": SITES[1:]}, "sites"),
-        ({"contrast": replace(PAIR, metric=p.kl())}, "metric"),
         ({"contrast": replace(PAIR, metric=p.logit_diff(correct=7, wrong=9))}, "metric"),
         ({"contrast": replace(PAIR, mask=mask)}, "mask"),
         ({"contrast": replace(PAIR, corrupted=changed)}, "corrupted"),
@@ -198,9 +148,9 @@ def test_results_of_another_job_are_refused(model, tmp_path):
 
 
 def test_a_users_function_needs_a_version_to_be_resumed(model, tmp_path):
-    def swept(fn, folder=tmp_path / "parts", **version):
-        contrast = replace(PAIR, metric=p.custom(fn, name="same", **version))
-        return sweep(model, contrast, work=Work(resume=folder))
+    def swept(fn, **version):
+        metric = p.custom(fn, name="same", **version)
+        return sweep(model, replace(PAIR, metric=metric), work=Work(resume=tmp_path / "parts"))
 
     def logit(logits):
         return logits[0, -1, 7]
@@ -217,8 +167,6 @@ def test_a_users_function_needs_a_version_to_be_resumed(model, tmp_path):
     for fn, version in ((logit, "2"), (another, "1")):
         with pytest.raises(InputError, match="metric_identity: got"):
             swept(fn, version=version)
-    # Control: the other function gives other values.
-    assert not swept(another, tmp_path / "others", version="1")["value"].equals(kept["value"])
 
 
 def test_the_same_name_with_other_answers_is_another_metric():
@@ -229,24 +177,9 @@ def test_the_same_name_with_other_answers_is_another_metric():
     assert one.identity() != two.identity()
 
 
-def test_a_bar_of_sites(model, capsys):
-    sweep(model)
-    shown = capsys.readouterr().err
-    assert f"{len(SITES) * POS}/{len(SITES) * POS}" in shown
-    assert "site/s" in shown
-    sweep(model, work=Work(progress=False))
-    assert not capsys.readouterr().err
-
-
 def test_work_is_checked_when_it_is_made():
     with pytest.raises(InputError) as caught:
         Work(batch_size=0, prompts_at_once=2.0)
-    assert [reason.split(";")[0] for reason in caught.value.reasons] == [
-        "got batch_size=0",
-        "got prompts_at_once=2.0",
-    ]
-    unused = work_reasons(Work(3, resume="here"), "batch_size", "prompts_at_once", "resume")
-    assert [reason.split(";")[0] for reason in unused] == [
-        "got batch_size=3 in work",
-        "got resume='here' in work",
-    ]
+    assert len(caught.value.reasons) == 2
+    (unused,) = work_reasons(Work(resume="here"), "batch_size", "prompts_at_once", "resume")
+    assert unused.startswith("got resume='here' in work")

@@ -7,16 +7,13 @@ import pytest
 import torch
 import transformers
 from common import of_a_library
-from patched_runs import mask_at, whole_runs
+from patched_runs import whole_runs
 from transformers.cache_utils import DynamicLayer
 
 from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
 from attn_only_lens.engine.cached_generation import RecordedCache
-from attn_only_lens.engine.edits import attention_edit
-from attn_only_lens.engine.metrics import bind
-from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.replay import bridge as bridge_replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
@@ -28,7 +25,6 @@ EXACT = 1e-10
 METRIC = p.logit_diff(correct=7, wrong=8)
 NEURONS = ["L0N5", "L0N29", "L0N36"]
 ROWS = BATCH * len(NEURONS)  # rows in a batch of variants; tests of a start have other sizes
-CACHED = [name for name in bridges.CHOSEN if not name.startswith("native")]
 
 
 def exposed(name, state="plain", dtype=torch.float64):
@@ -83,11 +79,6 @@ def lengths(model, run):
     return result, [shape[1] for shape in shapes if shape[0] == ROWS]
 
 
-def replay_of_corrupted(model):
-    bound = bind(METRIC, model, PAIR.pair(model))
-    return BridgeReplay(model, record(model, PAIR.corrupted, None), bound)
-
-
 SUFFIXES = list(range(POS - FIRST, 0, -1))
 """Positions that each patch leaves to run, by its position; none before the prompts differ."""
 WHOLE = [POS] * len(SUFFIXES)
@@ -96,12 +87,12 @@ WHOLE = [POS] * len(SUFFIXES)
 @pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize(
     ("name", "state"),
-    [*((name, "plain") for name in bridges.CHOSEN), ("gpt2", "names"), ("llama", "processed")],
+    [*((name, "plain") for name in ("gpt2", "neox", "gemma2", "native")), ("llama", "processed")],
 )
 def test_positions_before_a_patch_are_not_run(name, state):
     model = exposed(name, state)
     frame, seen_lengths = lengths(model, lambda: sweep(model))
-    assert seen_lengths == (SUFFIXES if name in CACHED else WHOLE)
+    assert seen_lengths == (WHOLE if name == "native" else SUFFIXES)
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-4
     assert set(frame[frame.position < FIRST]["score"]) == {0.0}
@@ -129,9 +120,7 @@ def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize(
-    ("name", "side"), [("gpt2", "left"), ("neox", "right"), ("llama", "right")]
-)
+@pytest.mark.parametrize(("name", "side"), [("gpt2", "left"), ("llama", "right")])
 def test_with_padding(name, side):
     model = exposed(name)
     mask = torch.ones(BATCH, POS, dtype=torch.long)
@@ -143,23 +132,7 @@ def test_with_padding(name, side):
     assert worst(model, frame, padded) < EXACT
 
 
-@pytest.mark.usefixtures("working_cache")
-def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
-    ran, values = [], BridgeReplay.values
-
-    def counting(self, *variants):
-        ran.extend(
-            (variant.block, variant.first, len(variant.stream) // BATCH) for variant in variants
-        )
-        return values(self, *variants)
-
-    monkeypatch.setattr(BridgeReplay, "values", counting)
-    sweep(exposed("gpt2"), ["L0N5", "L1N5"])
-    of_first = [(1, first, 1) for first in range(FIRST, POS)]
-    assert ran == [*of_first, (2, POS - 1, 1)]  # the last layer runs at the metric's position only
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "native"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_columns_that_the_metric_does_not_read_are_left_out(name):
     model = exposed(name, "processed")
     before = model(PAIR.clean)
@@ -192,8 +165,14 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("tried", ["columns", "cache", "suffix"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), TypeError("takes no")])
+@pytest.mark.parametrize(
+    ("tried", "error"),
+    [
+        ("columns", torch.OutOfMemoryError("out of memory")),
+        ("suffix", torch.OutOfMemoryError("out of memory")),
+        ("cache", TypeError("takes no")),
+    ],
+)
 def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeypatch):
     if tried == "cache":  # else the recording already has the keys and values of its run
         monkeypatch.setattr(recording, "keys_and_values", lambda cache, tokens: ())
@@ -220,28 +199,14 @@ def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeyp
 # Wrong caches are not used.
 
 
-def other_keys(past, layer, position):
-    """Return the same cache with changed keys of one layer at one position."""
-    layers = list(past.layers)
-    keys, values = layers[layer]
-    keys = keys.clone()
-    keys[..., position, :] = keys[..., position, :].roll(1, -1)
-    layers[layer] = keys, values
-    return KeyValues(tuple(layers))
-
-
-def of_another_run(model, recording):
-    return record_key_values(model, record(model, PAIR.clean, None))
-
-
-def shifted(model, recording):
-    layers = record_key_values(model, recording).layers
-    return KeyValues(tuple((keys.roll(1, -2), values.roll(1, -2)) for keys, values in layers))
-
-
 def late(model, recording):
     """The cache is wrong at a position that only later starts use."""
-    return other_keys(record_key_values(model, recording), layer=1, position=FIRST + 2)
+    layers = list(record_key_values(model, recording).layers)
+    keys, values = layers[1]
+    keys = keys.clone()
+    keys[..., FIRST + 2, :] = keys[..., FIRST + 2, :].roll(1, -1)
+    layers[1] = keys, values
+    return KeyValues(tuple(layers))
 
 
 class Ignored(KeyValues):
@@ -255,7 +220,7 @@ def ignored(model, recording):
     return Ignored(record_key_values(model, recording).layers)
 
 
-WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored": ignored}
+WRONG = {"late": late, "ignored": ignored}
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -271,24 +236,6 @@ def test_a_wrong_cache_is_seen(wrong, monkeypatch):
     monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
     monkeypatch.setattr(BridgeReplay, "check", lambda self: None)
     assert worst(model, sweep(model)) > 1e-5
-
-
-@pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-@pytest.mark.parametrize("amount", [0.0, 1e-9])
-@pytest.mark.parametrize("index", [1, 2])
-def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
-    """Streams are compared token by token, even if the logits that the metric reads agree."""
-    replay, original = replay_of_corrupted(exposed("gpt2")), BridgeReplay._streams_and_logits
-
-    def off(self, variants):
-        streams, logits = original(self, variants)
-        if variants.first:
-            streams[index][0, 0] *= 1 + amount
-        return streams, logits
-
-    monkeypatch.setattr(BridgeReplay, "_streams_and_logits", off)
-    assert replay.can_start_at(0, FIRST) == (amount == 0.0)
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -310,23 +257,3 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     frame, seen_lengths = lengths(model, lambda: sweep(model))
     assert min(seen_lengths) < POS
     assert worst(model, frame) > 1e-3
-
-
-@pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "dtype", "first"),
-    [("gpt2", torch.bfloat16, 0), ("native", torch.float64, 0), ("gpt2", torch.float32, 5)],
-)
-def test_what_cannot_be_told_or_has_no_cache_is_run_whole(name, dtype, first):
-    assert replay_of_corrupted(exposed(name, dtype=dtype)).start(0, 5) == first
-
-
-def test_a_hook_point_that_shows_more_than_was_run_is_refused():
-    heads, places = torch.tensor([[True, False]]), mask_at(BATCH, POS, POS - 1)[None]
-    source = torch.zeros(BATCH, POS, 2, 13)
-    hook = attention_edit(source, "value", heads, places, POS - 1)
-    point = type("Point", (), {"name": "blocks.1.attn.hook_v"})
-    assert torch.equal(hook(source[:, -1:], point), source[:, -1:])
-    with pytest.raises(UnsupportedModelError, match=r"hook_v has shape \[2, 11, 2, 13\]"):
-        hook(source, point)

@@ -20,7 +20,6 @@ from transformers.models.llama import modeling_llama
 from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = [
     pytest.mark.numeric,
@@ -34,10 +33,9 @@ SIZES |= {"hidden_size": 36}  # divisible by the heads, with an even quotient
 CONFIGS = {
     "llama": lambda **how: transformers.LlamaConfig(**SIZES | {"head_dim": 14} | how),
     "qwen3": lambda **how: transformers.Qwen3Config(**SIZES | {"head_dim": 14} | how),
-    "gemma2": lambda **how: transformers.Gemma2Config(**SIZES | {"head_dim": 14} | how),
     "olmo2": lambda **how: transformers.Olmo2Config(**SIZES | how),
 }
-MODELS = ["llama bridge", "qwen3 bridge", "gemma2 bridge"]
+MODELS = ["llama bridge", "qwen3 bridge"]
 MODELS += [pytest.param("llama two blocks", marks=needs_hooked_transformer)]
 MODELS += [pytest.param("grouped in place", marks=needs_hooked_transformer)]
 
@@ -171,46 +169,14 @@ def test_keys_that_are_normed_together(part):
         assert moved[name, position] == pytest.approx(slope.item(), rel=1e-5, abs=1e-10)
 
 
-METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("k", "integrated")]
-
-
-@pytest.mark.parametrize(("part", "method"), METHODS)
-@pytest.mark.parametrize("name", [MODELS[0], MODELS[3]])
+@pytest.mark.parametrize(("part", "method"), [("value", "gradient"), ("k", "integrated")])
+@pytest.mark.parametrize("name", [MODELS[0], MODELS[2]])
 def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
     model, alone = models_of(name)
     how = {"part": part, "method": p.Estimate(method, budget=0)}
     effects, expected = (by_site(sweep(model, p.attribution, **how)) for model in (model, alone))
     assert (effects - expected).abs().max() < 1e-10 * expected.abs().max()
     assert effects.std() > 1e-5
-
-
-@pytest.mark.parametrize("part", ["value", "k"])
-def test_repairs_resume_and_runs_of_prompts(part, tmp_path):
-    model, _ = models_of(MODELS[0])
-    exact = by_site(sweep(model, part=part))
-    resumed = Work(resume=tmp_path / part)
-    works = Work(batch_size=3), Work(prompts_at_once=1), resumed, resumed
-    values = [by_site(sweep(model, part=part, work=work)) for work in works]
-    assert max((value - exact).abs().max() for value in values) < 1e-10
-    assert values[2].equals(values[3])
-    repaired, some = (
-        sweep(model, p.attribution, part=part, method=p.Estimate(budget=budget))
-        for budget in (1e6, 2.0)
-    )
-    assert (by_site(repaired) - exact).abs().max() < 1e-10
-    flags = some.frame.set_index(["name", "position"])["exact"]
-    assert 0 < flags.sum() < len(flags)
-    assert (by_site(some) - exact)[flags].abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("part", ["value", "k"])
-def test_float32(part):
-    _, alone = models_of("llama bridge")
-    wide = by_site(sweep(alone, part=part, positions=[4, 7]))
-    narrow = expose_neuron_heads(bridges.bridged(bridge("llama").float())).model
-    effects = by_site(sweep(narrow, part=part, positions=[4, 7]))
-    largest = narrow(PAIR.clean).abs().max().item()
-    assert (effects - wide).abs().max() < 2 * LOGIT_TOLERANCE[torch.float32] * largest
 
 
 def test_groups_in_another_order_are_refused(monkeypatch):

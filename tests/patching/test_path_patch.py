@@ -1,13 +1,15 @@
 """Tests of path patching against plain hooks and weights, and against TransformerLens."""
 
 from dataclasses import replace
+from functools import partial
 
 import bridges
 import pandas as pd
+import patched_runs
 import pytest
 import torch
 from common import mlp_hook, tokens
-from patch_oracle import CORRECT, WRONG, difference, moved, seen
+from patched_runs import moved, seen
 from path_oracle import PathOracle
 
 from attn_only_lens import Bilinear, Contrast, HeadName, Work, expose_neuron_heads
@@ -30,7 +32,8 @@ pytestmark = [
 ]
 
 POS, END = 5, 4
-METRIC = p.logit_diff(CORRECT, WRONG)
+METRIC = p.logit_diff(correct=7, wrong=11)
+difference = partial(patched_runs.difference, wrong=11)
 
 
 CLEAN = tokens(0, batch=2, pos=POS)
@@ -104,23 +107,18 @@ def test_equals_transformerlens():
             assert not torch.allclose(control, reference[1], rtol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def small():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
-
-
-def test_top_is_patched_exactly(small, monkeypatch):
+def test_top_is_patched_exactly(model, monkeypatch):
     edges = p.Edges(p.Sites("all", [1, END], layers=0), p.Sites("heads", layers=1), "z")
-    every = p.path_patch(small, PAIR, edges)
+    every = p.path_patch(model, PAIR, edges)
     monkeypatch.setattr(path_blocks, "_NUMBERS", 500)  # a few paths per block
     monkeypatch.setattr(path_patches, "_AT_ONCE", 5)
-    cut = p.path_patch(small, PAIR, edges)
+    cut = p.path_patch(model, PAIR, edges)
     key = ["sender", "receiver", "position"]
     values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     whole = every.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     span = abs(every.clean_value - every.corrupted_value)
     assert (values - whole[values.index]).abs().max() < 1e-12 * span
-    top = p.path_patch(small, PAIR, edges, top=13)
+    top = p.path_patch(model, PAIR, edges, top=13)
     assert len(top.frame) == 13
     assert top.n_paths == len(every.frame) == 2 * 39 * 2
     rows = top.frame.astype({"sender": str, "receiver": str}).set_index(key)
@@ -132,7 +130,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
 
 
 @pytest.mark.parametrize("top", [None, 7])
-def test_resumes(small, top, tmp_path, monkeypatch):
+def test_resumes(model, top, tmp_path, monkeypatch):
     monkeypatch.setattr(path_patches, "_AT_ONCE", 3)
     monkeypatch.setattr(path_patches, "_ESTIMATES_AT_ONCE", 5)
     folder, n_patched, n_estimated = tmp_path / "paths", [], []
@@ -146,7 +144,7 @@ def test_resumes(small, top, tmp_path, monkeypatch):
 
     def patched(**more):
         how = {"edges": edges, "top": top, "work": Work(resume=folder)} | more
-        return p.path_patch(small, PAIR, **how)
+        return p.path_patch(model, PAIR, **how)
 
     expected = patched()
     chunks = sorted(folder.glob("*.safetensors"))
@@ -158,29 +156,20 @@ def test_resumes(small, top, tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(expected.frame, patched().frame, check_exact=True)
     assert 0 < sum(n_patched) < len(expected.frame)
     assert len(n_estimated) == (top is not None)
-    for change in ({"direction": "noise"}, {"top": 3}):
-        with pytest.raises(InputError, match=f"{next(iter(change))}: got"):
-            patched(**change)
-    by_role = p.Sites(edges.senders.heads, "role")
-    for name, change in (
-        ("part", {"part": "q"}),
-        ("scale", {"scale": "anew"}),
-        ("positions", {"senders": by_role}),
-    ):
+    by_role = replace(edges, senders=p.Sites(edges.senders.heads, "role"))
+    for name, change in {
+        "direction": {"direction": "noise"},
+        "top": {"top": 3},
+        "part": {"edges": replace(edges, part="q")},
+        "scale": {"edges": replace(edges, scale="anew")},
+        "positions": {"edges": by_role},
+    }.items():
         with pytest.raises(InputError, match=f"{name}: got"):
-            patched(edges=replace(edges, **change))
+            patched(**change)
     expected.save(tmp_path / "paths.csv")
     loaded = p.Paths.load(tmp_path / "paths.csv")
     pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
     assert loaded.tokens == expected.tokens
-    assert expected.tokens.clean == [[str(token) for token in row] for row in CLEAN.tolist()]
-
-
-def test_the_same_role_at_another_position_is_another_job(small, tmp_path):
-    edges, work = p.Edges("L0H1@role", "L1H0"), Work(resume=tmp_path)
-    p.path_patch(small, PAIR, edges, work=work)
-    with pytest.raises(InputError, match="where: got"):
-        p.path_patch(small, replace(PAIR, roles={"role": 2}), edges, work=work)
 
 
 def test_neurons_of_bilinear_gates():
@@ -210,53 +199,34 @@ def test_neurons_of_bilinear_gates():
     assert all(abs(effect[sender, "logits"]) > 1e-6 for sender in ("L0N6", "L0N7"))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(small, side):
+def test_padding_changes_nothing(model):
     edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N5", "logits"], "z")
 
     def patched(contrast):
-        return p.path_patch(small, contrast, edges, direction="noise")
+        return p.path_patch(model, contrast, edges, direction="noise")
 
     whole, short = (
         patched(Contrast(CLEAN[i, :n], CORRUPTED[i, :n], METRIC)) for i, n in enumerate((POS, 3))
     )
-    pad = torch.zeros(1, 2, dtype=torch.long)
-    mask = torch.ones_like(CLEAN)
+    pad, mask = torch.zeros(1, 2, dtype=torch.long), torch.ones_like(CLEAN)
 
     def padded(x):
-        row = [pad, x[1:, :3]] if side == "left" else [x[1:, :3], pad]
-        return torch.cat([x[:1], torch.cat(row, dim=1)])
+        return torch.cat([x[:1], torch.cat([pad, x[1:, :3]], dim=1)])
 
-    mask[1, slice(2) if side == "left" else slice(3, None)] = 0
+    mask[1, :2] = 0
     sweep = patched(Contrast(padded(CLEAN), padded(CORRUPTED), METRIC, mask=mask))
     expected = (whole.frame["value"] + short.frame["value"]) / 2
     assert (sweep.frame["value"] - expected).abs().max() < 1e-12
     assert (sweep.frame["value"] - sweep.clean_value).abs().min() > 1e-9
 
 
-def test_senders_that_say_where(small):
-    def patched(senders):
-        return p.path_patch(small, PAIR, p.Edges(senders, ["L1H0", "logits"], "z"))
-
-    sweep = patched(["L0H1@4", "L0N3@1"])
-    assert list(sweep.frame[["sender", "position"]].itertuples(index=False, name=None)) == [
-        ("L0H1", END), ("L0H1", END), ("L0N3", 1), ("L0N3", 1)
-    ]  # fmt: skip
-    for sender, position in (("L0H1", END), ("L0N3", 1)):
-        one = patched(p.Sites(sender, position))
-        values = sweep.frame["value"][sweep.frame["sender"] == sender]
-        assert values.tolist() == pytest.approx(one.frame["value"].tolist(), abs=1e-12)
-        assert values.nunique() > 1
-
-
-def test_refusals(small):
+def test_refusals(model):
     edges = p.Edges("L0H1", "L1H0")
 
     def refused(match, edges=edges, contrast=PAIR, **options):
         with pytest.raises(InputError, match=match):
-            p.path_patch(small, contrast, edges, **options)
+            p.path_patch(model, contrast, edges, **options)
 
-    refused("expected one of q, k, value", replace(edges, part="v"))
     refused("expected one of held, anew", replace(edges, scale="new"))
     refused("do not depend on the token", p.Edges("L0H1", ["L1H0", "L1N5"], "k"))
     refused("a later layer", p.Edges("L1N5", "L1H0"))

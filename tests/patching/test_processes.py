@@ -2,86 +2,44 @@
 
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
+import traceback
 from typing import NamedTuple
 
-import bridges
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from common import in_threads
 
-from attn_only_lens import Contrast
+from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
-from attn_only_lens.patching.job import is_first
+from attn_only_lens.storage import chunks
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
-SWEEP = """
-import sys
-import torch
-from attn_only_lens import Contrast, Work, expose_neuron_heads, patching as p, pretrained
-from attn_only_lens.patching import site_groups
-
-site_groups._CHUNKS, site_groups._LEAST = 5, 1
-
-def swept(resume=None):
-    model = expose_neuron_heads(pretrained.modular_addition()).model
-    prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-    contrast = Contrast(*prompts, p.logit_diff(7, 8))
-    return p.activation_patch(model, contrast, work=Work(batch_size=64, resume=resume))
-"""
-RUNS = f"{SWEEP}\nswept(sys.argv[1]).save(sys.argv[2])"
-DIES = f"""{SWEEP}
-import os, signal
-from attn_only_lens.storage.chunks import ChunkStore
-
-def die(self, key, arrays):
-    put(self, key, arrays)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-put, ChunkStore.put = ChunkStore.put, die
-swept(sys.argv[1])
-"""
-HALF_WRITTEN = f"""{SWEEP}
-import os, signal
-from attn_only_lens.storage import chunks
-
-def die(path, tensors, *args, **document):
-    written.append(path)
-    write(path, tensors, *args, **document)
-    if len(written) == 2:
-        path.write_bytes(path.read_bytes()[:-7])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-written, write, chunks.write_tensors = [], chunks.write_tensors, die
-swept(sys.argv[1])
-"""
-
-
-def start(script, *args, index=0, n=1):
-    path = Path(args[0]).parent / f"script-{index}-{n}.py"
-    path.write_text(script)
-    settings = {"PYTHONPATH": str(Path(p.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    settings |= {"WORLD_SIZE": str(n), "RANK": str(index), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, path, *args]
-    return subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens, and of a fork
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
+]
 
 
 @pytest.fixture(scope="module")
 def swept():
-    """Return the script's function, which runs in this process."""
+    """Return a function that sweeps a model in five chunks, with a folder for them or none."""
+    model = expose_neuron_heads(pretrained.modular_addition()).model
+    prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+    contrast, sites = Contrast(*prompts, p.logit_diff(7, 8)), p.Sites(positions=-1)
+
+    def sweep(folder=None):
+        work = Work(batch_size=64, resume=folder)
+        return p.activation_patch(model, contrast, sites=sites, work=work)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_CHUNKS", "_LEAST"):
-            patch.setattr(site_groups, name, getattr(site_groups, name))  # the script sets it
-        here = {}
-        exec(SWEEP, here)
-        yield here["swept"]
+        patch.setattr(site_groups, "_CHUNKS", 5)
+        patch.setattr(site_groups, "_LEAST", 1)
+        yield sweep
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +53,43 @@ def expected(swept, tmp_path_factory):
     return frame
 
 
-def test_two_processes_have_the_frame_of_one(expected, tmp_path):
-    chunks, files = tmp_path / "chunks", [tmp_path / f"{i}.parquet" for i in range(2)]
-    processes = [start(RUNS, chunks, files[i], index=i, n=2) for i in range(2)]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    assert len(list(chunks.glob("prompts-*"))) == 5
+def forked(run, errors, index=0, n=1):
+    """Run a function in a process of its own, the one with this index of n; return its id."""
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        os.environ |= {"WORLD_SIZE": str(n), "RANK": str(index)}
+        sys.stderr = errors.open("w", buffering=1)
+        run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_code(process):
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_processes_have_the_frame_of_one(swept, expected, tmp_path):
+    folder, files = tmp_path / "chunks", [tmp_path / f"{i}.csv" for i in range(2)]
+    errors = [tmp_path / f"{i}.txt" for i in range(2)]
+    processes = [
+        forked(lambda i=i: swept(folder).save(files[i]), errors[i], index=i, n=2) for i in range(2)
+    ]
+    codes, errors = list(map(exit_code, processes)), [path.read_text() for path in errors]
+    assert codes == [0, 0], errors
+    assert len(list(folder.glob("prompts-*"))) == 5
     for path in files:
         pd.testing.assert_frame_equal(p.Sweep.load(path).frame, expected, check_exact=True)
     # The reporting process shows a progress bar over all sites.
-    assert "1548/1548" in errors[0]
+    assert "516/516" in errors[0]
     assert "site" not in errors[1]
 
 
@@ -112,49 +97,56 @@ def test_the_next_start_takes_over_the_shares_of_processes_that_were_killed(
     swept, expected, tmp_path
 ):
     """One is killed after it has written a chunk, the other one while it writes its second."""
-    chunks = tmp_path / "chunks"
-    for index, script in enumerate((DIES, HALF_WRITTEN)):
-        process = start(script, chunks, index=index, n=2)
-        errors = process.communicate()[1]
-        assert process.returncode == -signal.SIGKILL, errors
-    (hidden,) = chunks.glob(".*")
+    folder, written = tmp_path / "chunks", []
+    put, write = chunks.ChunkStore.put, chunks.write_tensors
+
+    def die_after_a_chunk():
+        chunks.ChunkStore.put = lambda self, *chunk: (put(self, *chunk), die())
+        swept(folder)
+
+    def die_within_the_second():
+        def half(path, tensors, *args, **document):
+            written.append(path)
+            write(path, tensors, *args, **document)
+            if len(written) == 2:
+                path.write_bytes(path.read_bytes()[:-7])
+                die()
+
+        chunks.write_tensors = half
+        swept(folder)
+
+    for index, run in enumerate((die_after_a_chunk, die_within_the_second)):
+        errors = tmp_path / f"{index}.txt"
+        assert exit_code(forked(run, errors, index, n=2)) == -signal.SIGKILL, errors.read_text()
+    (hidden,) = folder.glob(".*")
     assert (hidden / "new").is_file()
-    left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
+    left = {path: path.stat().st_mtime_ns for path in folder.glob("prompts-*")}
     assert len(left) == 2
-    together = swept(chunks).frame
+    together = swept(folder).frame
     pd.testing.assert_frame_equal(together, expected, check_exact=True)
     assert all(path.stat().st_mtime_ns == time for path, time in left.items())
-    assert not list(chunks.glob(".*"))
+    assert not list(folder.glob(".*"))
 
 
 def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
     swept, expected, tmp_path
 ):
-    chunks, file = tmp_path / "chunks", tmp_path / "frame.parquet"
-    process = start(RUNS, chunks, file)
-    frames = [frame for (frame,) in in_threads(
-        lambda folder: swept(folder).frame, [chunks, chunks], times=1
-    )]  # fmt: skip
-    errors = process.communicate()[1]
-    assert process.returncode == 0, errors
+    folder, file, errors = tmp_path / "chunks", tmp_path / "frame.csv", tmp_path / "errors.txt"
+    process = forked(lambda: swept(folder).save(file), errors)
+    frames = [
+        frame
+        for (frame,) in in_threads(lambda folder: swept(folder).frame, [folder, folder], times=1)
+    ]
+    assert exit_code(process) == 0, errors.read_text()
     for frame in (*frames, p.Sweep.load(file).frame):
         pd.testing.assert_frame_equal(frame, expected, check_exact=True)
-    assert len(list(chunks.iterdir())) == 6  # the settings and five chunks
+    assert len(list(folder.iterdir())) == 6  # the settings and five chunks
 
 
-def test_processes_need_a_folder(monkeypatch):
+def test_processes_need_a_folder(swept, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
-    contrast = Contrast(torch.tensor([3, 4]), torch.tensor([3, 5]), p.logit_diff(1, 2))
     with pytest.raises(InputError, match="2 processes were launched"):
-        p.activation_patch(model, contrast)
-
-
-def test_the_first_process_reports(monkeypatch):
-    assert is_first()
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert not is_first()
+        swept()
 
 
 def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):

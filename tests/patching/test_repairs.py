@@ -11,7 +11,7 @@ import transformers
 from bridges import bridged
 from patched_runs import difference, whole_runs
 
-from attn_only_lens import Contrast, HeadName, Work, expose_neuron_heads
+from attn_only_lens import Contrast, HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
@@ -75,7 +75,6 @@ def test_some_rows_are_patches_and_the_rest_estimates():
         {"part": "q", "sites": p.Sites(positions="all")},
         {"part": "k"},
         {"method": "secant", "sites": p.Sites(positions="roles")},
-        {"direction": "mean", "sites": p.Sites(positions=[1, -1])},
         {"direction": "bias", "sites": "neurons"},
     ],
     ids=lambda how: " ".join(str(value) for value in how.values() if isinstance(value, str)),
@@ -96,19 +95,6 @@ def spent_at_least(sweep):
     return 0.8 * ((2 - rows["layer"]) / 3 * (5 - rows["position"]) / 5).sum()
 
 
-@pytest.mark.parametrize("budget", [0.3, 4])
-def test_a_budget_is_kept(budget):
-    sweep = ask(budget=budget)
-    assert sweep.frame["exact"].any()
-    assert spent_at_least(sweep) < budget
-    assert 0 < sweep.forwards <= budget
-
-
-def flops_of_forward(model):
-    matrices = [x for block in model.blocks for x in block.parameters() if x.ndim > 1]
-    return 2 * 5 * (sum(x.numel() for x in matrices) + model.cfg.d_model * 41)
-
-
 @pytest.mark.usefixtures("working_cache")
 def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     """A large model's sites are patched for up to ten forward passes, if three are not enough."""
@@ -123,34 +109,6 @@ def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     large = ask()
     assert 2.9 < large.forwards <= 10
     assert spent_at_least(large) < 10
-    # Flops for 20 forward passes are allowed next to the limit of 10 passes; the larger one holds.
-    monkeypatch.setattr(repairs, "_AT_MOST", (10.0, 20 * flops_of_forward(bridge())))
-    monkeypatch.setattr(repairs, "_TARGET", 2.0)  # no correlation reaches this target
-    assert 19.9 < ask().forwards <= 20
-    # With several prompts, a pass covers all of them, so the same limit holds.
-    batch = [torch.cat([x, x + 1, x + 2, x + 3]) for x in (CLEAN, CORRUPTED)]
-    several = ask(contrast=Contrast(*batch, METRIC), work=Work(prompts_at_once=2))
-    assert 9.9 < several.forwards <= 10
-
-
-def test_what_is_expected_of_each_kind_is_said(monkeypatch):
-    monkeypatch.setattr(repairs, "_SWITCH", np.inf)  # the large neuron makes a switch
-    monkeypatch.setattr(repairs, "_LOWEST", 0.1)
-    sweep = ask(budget=4)
-    n_exact = sweep.frame.groupby("kind", observed=True)["exact"].sum()
-    assert n_exact["attention"] < 16 <= n_exact["neuron"]
-    assert sweep.expected_pearson["attention"] is None
-    neurons = (sweep.frame["kind"] == "neuron").to_numpy()
-    reached = np.corrcoef(scores(sweep)[neurons], exact()[neurons])[0, 1]
-    # This model is hard on purpose: one neuron's weights are 40 times as large, so its error says
-    # little about the others. Tests on held-out models check the expected correlation itself.
-    assert 0 < sweep.expected_pearson["neuron"] < 1
-    assert reached > 0.8
-    assert "attention unknown (too few sites were patched), neuron " in repr(sweep)
-    monkeypatch.setattr(repairs, "_LOWEST", 1.0)
-    sweep = ask(budget=4)
-    assert sweep.expected_pearson["neuron"] is None
-    assert "neuron unknown (the estimates of patched sites were too far off)" in repr(sweep)
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -247,11 +205,10 @@ def as_if_large(monkeypatch):
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("method", ["exact_gate", "secant"])
-def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(method, as_if_large, tmp_path):
+def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(as_if_large, tmp_path):
     model = switching(20.0)
-    sweep = ask(model=model, method=method)
-    assert sweep.forwards <= 17.5
+    sweep = ask(model=model)
+    assert 7 < sweep.forwards <= 17.5
     top = sweep.top()
     assert top["exact"].all()
     assert abs(top["score"] - scores_by_hand(model, top)).max() < 1e-9
@@ -259,69 +216,21 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(method, as_if_larg
     assert last[1] == 4
     frame = sweep.frame
     before = (frame["layer"] <= last[frame["position"]]) & (last[frame["position"]] > 0)
-    assert sweep.expected_pearson == {"attention": None, "neuron": None}
     n = int((frame["before_switch"] & ~frame["exact"] & (frame["kind"] == "neuron")).sum())
-    reason = f"{n} estimates are of sites before a switch"
-    assert sweep.unknown["neuron"] == reason
-    assert f"neuron unknown ({reason})" in repr(sweep)
+    assert sweep.unknown["neuron"] == f"{n} estimates are of sites before a switch"
     sweep.save(tmp_path / "sweep.csv")
     again = p.Sweep.load(tmp_path / "sweep.csv")
     assert (again.unknown, repr(again)) == (sweep.unknown, repr(sweep))
     # Control: without exact patches, a gradient ranks a row first whose effect has another sign.
-    plain = ask(model=model, method=method, budget=0)
+    plain = ask(model=model, budget=0)
     assert plain.frame["before_switch"].equals(before.rename("before_switch"))
     # With patches, sites that cannot have an effect are left out.
     left_out = before & ~frame["before_switch"]
     assert (plain.effect[left_out] == 0).all()
     assert not (frame["before_switch"] & ~before).any()
-    if method == "exact_gate":
-        first = plain.top(1)
-        assert not first["exact"].item()
-        assert first["score"].item() * scores_by_hand(model, first).item() < 0
-        assert sweep.forwards > 7
-
-
-@pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize(
-    ("size", "direction", "is_raised", "is_needed"),
-    [(20.0, "denoise", True, True), (1.0, "denoise", True, False), (20.0, "noise", False, False)],
-    ids=["top rows are left", "a sign is wrong", "neither"],
-)
-def test_the_limit_is_raised_for_the_top_rows_only(
-    size, direction, is_raised, is_needed, as_if_large, monkeypatch
-):
-    how = {"model": switching(size), "direction": direction}
-    sweep = ask(**how)
-    assert sweep.top()["exact"].all()
-    assert ("before_switch" in sweep.frame) == (max(switches_by_hand(switching(size))) > 0)
-    assert (7 < sweep.forwards <= 17.5) if is_raised else (6 < sweep.forwards <= 7)
-    # Control: without a higher limit, some top rows are estimates, and the result says so.
-    monkeypatch.setattr(repairs, "_RAISE", 1.0)
-    sweep = ask(**how)
-    assert 6 < sweep.forwards <= 7
-    n = int((~sweep.top()["exact"]).sum())
-    assert (n > 0) == is_needed
-    assert (f"{n} of the top 20 rows are estimates" in repr(sweep)) == is_needed
-
-
-@pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("method", ["secant", "integrated"])
-def test_slopes_of_both_runs_promise_no_more_than_is_reached(method):
-    """Slopes of both runs differ from the gradient at most sites, even where keys are small."""
-    model = switching(1.0)
-    patched, tangent = scores(p.activation_patch(model, PAIR)), scores(ask(model=model, budget=0))
-    alone = scores(ask(model=model, method=method, budget=0))
-    sweep = ask(model=model, method=method, budget=20)
-    frame, repaired = sweep.frame.set_index(SITE), scores(sweep)
-    for kind, expected in sweep.expected_pearson.items():
-        here = frame["kind"] == kind
-        left = here & ~frame["exact"]
-        spread = ((repaired[here] - repaired[here].mean()) ** 2).sum()
-        known = ((alone - tangent)[left] ** 2).sum() / spread
-        assert known > 0.001
-        reached = np.corrcoef(repaired[here], patched[here])[0, 1]
-        assert 0.85 < expected < (1 - known) ** 0.5
-        assert expected < reached
+    first = plain.top(1)
+    assert not first["exact"].item()
+    assert first["score"].item() * scores_by_hand(model, first).item() < 0
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -333,25 +242,6 @@ def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates():
     flags, repaired = sweep.frame.set_index(SITE)["exact"], scores(sweep)
     assert 0 < flags.sum() < len(flags)
     assert ((repaired - patched) ** 2).sum() < 0.2 * ((alone - patched) ** 2).sum()
-    for kind, expected in sweep.expected_pearson.items():
-        here = sweep.frame.set_index(SITE)["kind"] == kind
-        reached = np.corrcoef(repaired[here], patched[here])[0, 1]
-        assert expected is None or expected < reached
-
-
-def test_estimates_among_the_top_rows_are_counted(as_if_large):
-    """A budget that does not cover the top 20 rows says so."""
-    sweep = ask(model=switching(20.0), budget=3)
-    n = int((~sweep.top()["exact"]).sum())
-    assert 0 < n < 20
-    assert f"; {n} of the top 20 rows are estimates" in repr(sweep)
-
-
-def test_the_top_rows_of_several_prompts_are_exact(as_if_large):
-    batch = torch.cat([CLEAN, CLEAN + 1]), torch.cat([CORRUPTED, CORRUPTED + 2])
-    sweep = ask(model=switching(20.0), contrast=Contrast(*batch, METRIC), budget=60)
-    assert sweep.top()["exact"].all()
-    assert not sweep.frame["exact"].all()
 
 
 def keys_by_hand(model, layer):
@@ -410,44 +300,32 @@ def test_the_key_by_plain_hooks(monkeypatch):
 
 def test_names_that_say_where():
     """Names with positions select rows of a whole sweep; -1 is 4 here, and both are labels."""
+    names = ["L0N5@1", "L0N5@-1", "L2H1@3"]
     for run in (p.activation_patch, p.attribution):
-        result = scores(run(bridge(), PAIR, sites=["L0N5@1", "L0N5@-1", "L2H1@3"]))
+        result = scores(run(bridge(), PAIR, sites=names))
         assert set(result.index) == {("L0N5", 1), ("L0N5", -1), ("L2H1", 3)}
-        if run is p.activation_patch:
-            assert abs(result["L0N5", -1] - exact()["L0N5", 4]) < 1e-10
-            assert abs(result["L2H1", 3] - exact()["L2H1", 3]) < 1e-10
 
     def patched(*sites):
         return scores(p.activation_patch(bridge(), PAIR, sites=p.Sites(*sites)))
 
     mixed = patched(["L1N3@2", "L1N7"], 3)
     assert sorted(mixed.index) == [("L1N3", 2), ("L1N7", 3)]
+    with pytest.raises(InputError, match="0 or more forward passes, or 'auto'"):
+        ask(budget=-1)
+    for sites, positions, words in (
+        (["L0N5@9"], "each", "from -5 to 4"),
+        (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
+        (["L0N5@1"], [1], "names that all include a position"),
+        (["L0N5@1", "L0N7"], "end", "positions='end' for L0N7, but other names include numbers"),
+        (["L0N5@verb"], "each", "got the role 'verb'; expected a role of the contrast: subject, e"),
+    ):
+        with pytest.raises(InputError, match=words):
+            p.activation_patch(bridge(), PAIR, sites=p.Sites(sites, positions))
     # Position -1 of one head next to all positions of another.
     both = patched(["L0N5@4", "L1H1@-1", "L0N7"])
     assert abs(both["L0N5", 4] - exact()["L0N5", 4]) < 1e-12
     assert abs(both["L1H1", -1] - exact()["L1H1", 4]) < 1e-12
     assert len(both) == 7
-
-
-@pytest.mark.parametrize(
-    ("sites", "positions", "words"),
-    [
-        (["L0N5@-"], "each", "a position after @"),
-        (["L0N5@9"], "each", "from -5 to 4"),
-        (["L0N5@1", "L0N5"], "each", "L0N5@1 more than once"),
-        (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
-        (["L0N5@1"], [1], "names that all include a position"),
-        (["L0N5@1", "L0N7"], "end", "positions='end' for L0N7, but other names include numbers"),
-        (["L0N5@subject", "L0N7"], "each", "L0N5@subject, which names a role, but other names"),
-        (["L0N5@subject", "L0N7@1"], "each", "L0N5@subject, which names a role, but other names"),
-        (["L0N5@verb"], "each", "got the role 'verb'; expected a role of the contrast: subject, e"),
-        (["L0N5@9", "L9N5@x"], "each", "layers 0 to 2.*L9N5@x, which names a role.*L0N5@9: got 9"),
-        (["L9N5"], "last", "layers 0 to 2.*got the role 'last'; expected .*'each'"),
-    ],
-)
-def test_names_that_cannot_be_placed(sites, positions, words):
-    with pytest.raises(InputError, match=f"(?s){words}"):
-        p.activation_patch(bridge(), PAIR, sites=p.Sites(sites, positions))
 
 
 def test_one_prompt_alone():
@@ -470,28 +348,17 @@ def test_one_prompt_alone():
         left = model(CLEAN)[0, -1]
     assert abs(scores(sweep)["L1H1", "all"] - float(left[7] - left[11]) / whole) < 1e-10
     assert (sweep.clean_value, sweep.corrupted_value) == (pytest.approx(whole), 0.0)
-    repaired, plain = (scores(ask(budget=budget, **how)) for budget in (1e6, 0))
-    assert (repaired - scores(sweep)).abs().max() < 1e-10 < (plain - scores(sweep)).abs().max()
-    for run in (p.activation_patch, p.attribution):
-        with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
-            run(model, alone)
+    with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
+        p.attribution(model, alone)
 
 
 def test_kept_in_a_file(tmp_path):
     """Files keep the exact rows and the expected correlation, also if there are none."""
-    for budget, suffix in ((1e-9, "csv"), (4, "csv"), (4, "parquet")):
+    for budget, suffix in ((1e-9, "csv"), (4, "parquet")):
         sweep = ask(budget=budget)
-        if budget < 1:
-            assert sweep.expected_pearson == {"attention": None, "neuron": None}
-            assert not sweep.frame["exact"].any()
+        assert sweep.frame["exact"].any() == (budget > 1)
         sweep.save(tmp_path / f"found.{suffix}")
         again = p.Sweep.load(tmp_path / f"found.{suffix}")
         assert again.frame["exact"].tolist() == sweep.frame["exact"].tolist()
         assert again.expected_pearson == sweep.expected_pearson
         assert (again.forwards, repr(again)) == (sweep.forwards, repr(sweep))
-
-
-@pytest.mark.parametrize("budget", [-1, "all", float("nan"), None, True])
-def test_no_budget(budget):
-    with pytest.raises(InputError, match="0 or more forward passes, or 'auto'"):
-        ask(budget=budget)

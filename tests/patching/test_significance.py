@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import bridges
 import numpy as np
 import pytest
 import torch
@@ -19,11 +18,6 @@ N, SITES = 11, ["L0H1", "L0N29", "L1H0", "L1N3"]
 CLEAN = tokens(5, batch=N, pos=5)
 CORRUPTED = torch.cat([CLEAN[:, :1], (CLEAN[:, 1:2] + 7) % 41, CLEAN[:, 2:]], dim=1)
 CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(7, 11))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def tail(t, df, steps=200_000):
@@ -43,8 +37,9 @@ def discovered(p_values, rate):
     return set(order[: max(largest, default=0)])
 
 
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
-@pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
+@pytest.mark.parametrize(
+    ("run", "direction"), [(p.activation_patch, "noise"), (p.attribution, "denoise")]
+)
 def test_values_of_single_prompts_have_these_p_values(model, run, direction):
     how = {"sites": p.Sites(SITES, positions=[0, 1, -1]), "direction": direction}
     if run is p.attribution:
@@ -82,7 +77,6 @@ def test_refused(model):
 
     few = patched(Contrast(CLEAN[:7], CORRUPTED[:7], CONTRAST.metric))
     twice = torch.arange(N) % 9
-    turned = [torch.cat([x[:9], y[[4, 2]]]) for x, y in ((CLEAN, CORRUPTED), (CORRUPTED, CLEAN))]
     whole = p.custom(lambda logits: logits[:, -1, 7].mean())
     for sweep, match in (
         (few, "got 7 prompts; expected 8 or more"),
@@ -91,10 +85,6 @@ def test_refused(model):
         (
             patched(replace(CONTRAST, clean=CLEAN[twice], corrupted=CORRUPTED[twice])),
             r"got prompts \[9, 10\] twice",
-        ),
-        (
-            patched(Contrast(*turned, CONTRAST.metric)),
-            r"got the reverse of prompts \[9, 10\], too; expected different prompts",
         ),
     ):
         with pytest.raises(InputError, match=match) as caught:

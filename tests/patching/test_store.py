@@ -1,7 +1,5 @@
 """Tests of chunks on disk, and of settings that reject another job's results."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -61,30 +59,23 @@ def test_other_settings_are_named(tmp_path):
     assert 'model: got "abd"; the folder has "abc"' in caught.value.reasons
 
 
-def test_a_chunk_of_another_job_is_refused(tmp_path):
+def test_chunks_of_another_job_and_damaged_ones_are_refused(tmp_path):
     foreign = ChunkStore(tmp_path / "theirs", SETTINGS | {"metric": "loss"})
     store = ChunkStore(tmp_path / "ours", SETTINGS)
     foreign.put("a", arrays())
     store.put("b", arrays())
-    store.path("a").write_bytes(foreign.path("a").read_bytes())
-    with pytest.raises(CheckpointError, match="other settings"):
-        store.get("a")
-    store.path("b").rename(store.path("a"))
-    with pytest.raises(CheckpointError, match="other key"):
-        store.get("a")
-
-
-def test_a_damaged_chunk_is_refused(tmp_path):
-    store = ChunkStore(tmp_path, SETTINGS)
-    for key in "ab":
-        store.put(key, arrays())
-    store.path("a").write_bytes(store.path("a").read_bytes()[:-7])
-    broken = bytearray(store.path("b").read_bytes())
-    broken[-9] ^= 1
-    store.path("b").write_bytes(broken)
-    for key in "ab":
-        with pytest.raises(CheckpointError, match=store.path(key).name):
-            store.get(key)
+    whole = store.path("b").read_bytes()
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1
+    for content, match in (
+        (foreign.path("a").read_bytes(), "other settings"),
+        (whole, "other key"),
+        (whole[:-7], store.path("a").name),
+        (flipped, store.path("a").name),
+    ):
+        store.path("a").write_bytes(content)
+        with pytest.raises(CheckpointError, match=match):
+            store.get("a")
 
 
 def test_refused(tmp_path):
@@ -104,11 +95,8 @@ def test_settings_that_were_changed(tmp_path):
     whole = path.read_text()
     for text, reason in {
         whole.replace("L0N2", "L0N3"): "changed after it was written",
-        whole.replace("JobSettings", "JobShop"): "has format 'attn_only_lens.JobShop'",
         whole.replace('"format_version": 1', '"format_version": 4'): "format version 4",
         whole[:-9]: "is not valid JSON",
-        "[]": "has format 'list'",
-        json.dumps({"settings": 3, "format": "", "sha256": ""}): "has format ''",
     }.items():
         path.write_text(text)
         with pytest.raises(CheckpointError, match=reason):

@@ -1,7 +1,5 @@
 """Tests of pairs that are made from one pair, and of the pairs that a model solves."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -82,14 +80,10 @@ def test_a_role_is_at_the_first_place_of_its_first_words(model):
 
 def test_pairs_that_cannot_be_made(model):
     words = dict([NOUNS])
-    tokens = Contrast(torch.tensor([3, 5]), torch.tensor([7, 5]), p.logit_diff(1, 2))
     for given, reasons in (
         ((model, 99, KEYS, words), ["got n=99, but only 3 different pairs", "1 were dropped: the"]),
-        ((model, 0, KEYS, words), ["got n=0"]),
         ((model, 3, KEYS.clean, words), ["got a str; expected Contrast"]),
-        ((model, 3, tokens, words), ["expected one pair: two texts, and logit_diff"]),
         ((model, 3, tasks.agreement(model.tokenizer, 3), words), ["expected one pair"]),
-        ((model, 3, KEYS, {}), ["expected a dict from words to lists of words"]),
         (
             (model, 3, KEYS, {"cat": ["dog"], "cabinet": "table", "near": []}),
             [
@@ -100,31 +94,16 @@ def test_pairs_that_cannot_be_made(model):
         ),
         ((model, 3, KEYS, {("keys", "key"): ["boats"]}), ["a list of tuples with as many words"]),
         ((model, 3, KEYS, {"key": ["boat"], ("keys", "key"): [("a", "b")]}), ["got 'key' twice"]),
-        ((model, 3, KEYS, {"ke": ["bo"]}), ["got 'ke', which is in none"]),
         ((model, 3, KEYS, {("key", "key"): [("a", "b")]}), ["expected every word once"]),
-        (
-            (
-                model,
-                3,
-                replace(KEYS, metric=p.probability_diff([[" are", " were"]], [[" is"]])),
-                words,
-            ),
-            ["expected one pair: two texts, and logit_diff"],
-        ),
     ):
         with pytest.raises(InputError) as caught:
             tasks.from_pair(*given)
         assert all(reason in str(caught.value) for reason in reasons), str(caught.value)
 
 
-def test_a_model_without_a_tokenizer_makes_no_pairs():
-    with pytest.raises(InputError, match="got a NoneType; expected a Hugging Face tokenizer"):
-        tasks.from_pair(pretrained.modular_addition(), 3, KEYS, dict([NOUNS]))
-
-
 @torch.no_grad()
 def test_the_pairs_that_a_model_solves(model):
-    made = tasks.agreement(model.tokenizer, 53, seed=3)
+    made = tasks.agreement(model.tokenizer, 23, seed=3)
     swapped = Contrast(  # the model prefers the wrong answer on every third pair
         [made.corrupted[i] if i % 3 == 0 else text for i, text in enumerate(made.clean)],
         [made.clean[i] if i % 3 == 0 else text for i, text in enumerate(made.corrupted)],
@@ -141,33 +120,15 @@ def test_the_pairs_that_a_model_solves(model):
         for i, (clean, corrupted) in enumerate(zip(swapped.clean, swapped.corrupted, strict=True))
     ]
     expected = [pair for pair in texts if prefers(model, *pair)]
-    assert 0 < len(expected) < 53
+    assert 0 < len(expected) < 23
     assert list(zip(left.clean, left.corrupted, strict=True)) == [pair[:2] for pair in expected]
-    assert list(left.dropped.values()) == [53 - len(expected)]
+    assert list(left.dropped.values()) == [23 - len(expected)]
     for i, text in enumerate(left.clean):
         assert left.roles["subject"][i] == made.roles["subject"][swapped.clean.index(text)]
-    with pytest.raises(InputError, match="got 18 pairs, and the model does not prefer"):
+    with pytest.raises(InputError, match="got 8 pairs, and the model does not prefer"):
         tasks.solved_by(model, swapped[::3])
     with pytest.raises(InputError, match="got loss; expected logit_diff"):
         tasks.solved_by(model, Contrast("a", "b", p.loss()))
-
-
-def test_pairs_that_are_too_long_are_named_in_one_reason(model, monkeypatch):
-    made = tasks.agreement(model.tokenizer, 23, seed=3)
-    for long in ([18], [2, 18], [0, *range(16, 23)]):
-        sides = [
-            [f"{'the ' * (model.cfg.n_ctx + i)}{text}" if i in long else text for i, text in pairs]
-            for pairs in (list(enumerate(side)) for side in (made.clean, made.corrupted))
-        ]
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("a run"))
-            with pytest.raises(InputError) as caught:
-                tasks.solved_by(model, Contrast(*sides, made.metric))
-        named = {1: "(prompt 18)", 2: "(prompts 2, 18)"}
-        named = named.get(len(long), "(prompts 0, 16, 17, 18, 19 and 3 more)")
-        sides_named = [reason.partition(":")[0] for reason in caught.value.reasons]
-        assert sides_named == ["clean", "corrupted"]
-        assert all(reason.endswith(f"a shorter prompt {named}") for reason in caught.value.reasons)
 
 
 def test_some_pairs_of_a_contrast(model):
@@ -191,16 +152,9 @@ def test_some_pairs_of_a_contrast(model):
     assert torch.equal(tokens.mask, mask[1:3])
     assert tokens.roles == {"end": -1}
     assert tokens.metric.name == "logit_diff(1, 2)"
-    single = Contrast(rows[0], rows[1], p.logit_diff(1, 2))
-    assert torch.equal(single[0].clean, rows[0])
-    with pytest.raises(InputError, match=r"got \[0, 0\] of a single pair; expected 0"):
-        single[[0, 0]]
     with pytest.raises(InputError, match="got 3 answers for 5 pairs; expected 1, or as many"):
         Contrast(rows, rows + 1, p.logit_diff([1, 2, 3], 4))[:2]
-    masked = Contrast(rows, rows + 1, p.logit_diff(1, 2), mask=mask.numpy())[1:3]
-    assert torch.equal(masked.mask, mask[1:3])
-    flags = [True, False, False, True, False, False, True]
-    for wrong in (slice(0, 0), [7], 3.5, True, "a", flags, torch.tensor(flags), np.array(flags)):
+    for wrong in (slice(0, 0), [7], True, np.arange(7) > 3):
         with pytest.raises(InputError, match="this is no contrast"):
             made[wrong]
     with pytest.raises(InputError, match="got <lambda>, your own function; expected logit_diff"):

@@ -2,38 +2,24 @@
 
 import json
 import random
-import re
 from collections import Counter
-from pathlib import Path
 
-import bridges
-import numpy as np
 import pytest
 import torch
-from common import D_VOCAB
-from patched_runs import cached, logit_diff, mask_at, patched_logits
 from task_tokenizer import task_tokenizer
-from tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GPT2TokenizerFast
+from transformers import GPT2TokenizerFast
 
-from attn_only_lens import patching as p
 from attn_only_lens import tasks
 from attn_only_lens.errors import InputError
-from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 N = 23
-SMOLLM2 = Path(__file__).parents[2] / "out" / "smollm2"
 
 
-@pytest.fixture(scope="module", params=["words", "gpt2", "smollm2"])
+@pytest.fixture(scope="module", params=["words", "gpt2"])
 def tokenizer(request):
     if request.param == "words":
         return task_tokenizer()
-    if request.param == "smollm2":
-        if not SMOLLM2.is_dir():
-            pytest.skip("no SmolLM2: make smollm2")
-        return AutoTokenizer.from_pretrained(SMOLLM2)
     folder = request.getfixturevalue("shared_models_dir") / "gpt2_tokenizer"
     return GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
@@ -146,10 +132,6 @@ CHECKS = {
 
 @pytest.mark.parametrize("task", MADE)
 def test_what_prompts_say_and_where(task, tokenizer):
-    if task == "greater-than" and len(tokenizer) == 49152:
-        with pytest.raises(InputError, match="no token for 00 at the end of a year"):
-            MADE[task](tokenizer)
-        return
     state = random.getstate(), torch.get_rng_state().tolist()
     made = MADE[task](tokenizer, seed=5)
     assert (random.getstate(), torch.get_rng_state().tolist()) == state
@@ -198,27 +180,12 @@ def test_templates_of_ones_own():
     }
 
 
-def test_roles_that_move_are_dropped():
-    words = [
-        {"one": "key", "other": "garden door", "answer": " is"},
-        {"one": "garden door", "other": "key", "answer": " are"},  # the same total number of tokens
-    ]
-    with pytest.raises(InputError, match="2 were dropped: a role has different positions"):
-        tasks.from_templates(task_tokenizer(), 1, "The {one} near the {other}", words)
-
-
 REFUSED = {
     "no fields": ("The key", {}, "expected a text with fields"),
     "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
-    "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
     "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),
-    "each": ("A {all}", {"all": "bag"}, "got field {all}; expected another name"),
-    "roles": ("A {roles}", {"roles": "bag"}, "got field {roles}; expected another name"),
     "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
-    "half a brace": ("A {thing", {}, "got template 'A {thing'"),
-    "a format": ("A {thing:>9}", {}, "got template 'A {thing:>9}'"),
     "no text": ([7], {}, "got template 7"),
-    "no list": (None, {}, "got None; expected templates"),
     "none": ([], {}, "got no templates"),
 }
 
@@ -274,12 +241,6 @@ def test_an_answer_that_is_also_wrong_is_dropped(tmp_path):
         tasks.from_jsonl(task_tokenizer(), 2, tmp_path / "rows.jsonl")
 
 
-def test_texts_of_json_may_hold_separators_of_lines(tmp_path):
-    line = json.dumps(row_of("keys", "key") | {"note": "a\u2028b"}, ensure_ascii=False)
-    (tmp_path / "pairs.jsonl").write_text("\ufeff" + line, encoding="utf-8")
-    assert len(tasks.from_jsonl(task_tokenizer(), 1, tmp_path / "pairs.jsonl")) == 1
-
-
 def test_files_that_make_no_pairs(tmp_path):
     def refused(match, rows=(), **settings):
         path = write_rows(tmp_path / "bad.jsonl", rows)
@@ -288,14 +249,10 @@ def test_files_that_make_no_pairs(tmp_path):
 
     lacking = {key: "The key" for key in tasks._custom.KEYS[:3]}
     refused(r"(?s)line 1: expected a JSON object.*line 2: expected .* patch_answer", [[7], lacking])
-    refused("and 2 more lines", [7] * 7)
     refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
-    refused(r"(?s)role 'end'.*word number -1 for the role 'end'", roles={"end": -1})
     refused("n=1, but only 0 different", [row_of("garden door", "key")])
     refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
-    refused("expected four names", [row_of("keys", "key")], keys="clean")
-    refused("seed=-1", [row_of("keys", "key")], seed=-1)
     (tmp_path / "text.jsonl").write_text("The key", encoding="utf-8")
     for name, match in {"text.jsonl": "not JSON", "none.jsonl": "No such file"}.items():
         with pytest.raises(InputError, match=match):
@@ -322,43 +279,3 @@ def test_what_makes_no_prompts():
         assert all(reason in str(caught.value) for reason in reasons)
     with pytest.raises(InputError, match="got words 'thing'; expected a dict with a text for"):
         tasks.from_templates(known, 2, "A {thing}", {"thing": "key", "answer": " is"})
-
-
-def test_nouns_take_an_s_and_any_whole_number_is_a_seed():
-    for noun in (*THINGS, *PEOPLE):
-        assert not re.search("([sxz]|[cs]h|[^aeiou]y)$", noun)
-    for make in (tasks.ioi, tasks.induction):
-        assert contents(make(task_tokenizer(), 2, np.int64(3))) == contents(
-            make(task_tokenizer(), 2, 3)
-        )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("side", "bos"), [("left", True), ("right", False)])
-def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
-    """With and without BOS, padded on either side, patches equal those of each prompt run alone."""
-    model = bridges.exposed_copy(bridges.boot("gpt2"))
-    model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path)
-    model.tokenizer.padding_side = side
-    model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = False, bos
-    words = [{"thing": f"w{i}", "answer": f" w{i + 9}"} for i in (3, 5, 7)]
-    templates = ["w1 {thing} w2", "w4 w1 w2 {thing} w1 w8"]
-    task = tasks.from_templates(model.tokenizer, 5, templates, words, seed=1)
-    sites = ["L0H1", "L0N29", "L1N3"]
-    sweep = p.activation_patch(
-        model, task, sites=p.Sites(sites, positions="roles"), per_prompt=True
-    )
-    assert {len(text.split()) for text in task.clean} == {3, 6}
-    for i, (clean, corrupted) in enumerate(zip(task.clean, task.corrupted, strict=True)):
-        run, into = model.to_tokens(clean), model.to_tokens(corrupted)
-        changed = (run != into)[0].nonzero().flatten().tolist()
-        last, seen = run.shape[1] - 1, cached(model, run)
-        assert run.shape[1] == len(clean.split()) + bos
-        for role, pos in {"thing": changed[0], "end": last}.items():
-            for name in sites:
-                places = mask_at(1, last + 1, pos)
-                logits = patched_logits(model, into, seen, name, "z", places)
-                expected = logit_diff(logits, last, task.answers[i][0], task.wrong[i][0])
-                frame = sweep.frame[sweep.frame["prompt"] == i]
-                row = frame[(frame["name"] == name) & (frame["position"] == role)]
-                assert row["value"].item() == pytest.approx(expected, abs=1e-10)
