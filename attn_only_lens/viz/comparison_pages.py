@@ -140,15 +140,20 @@ def comparison_circuit(comparison: Comparison) -> Page:
     nodes = comparison.nodes
     refuse(*["neither circuit has a node"] * (not len(nodes)))
     nodes = _largest(nodes, ["share", "grown_share"], _NODES).sort_index()
+    places = {"all": 0} | {place: index for index, place in enumerate(comparison.tokens)}
+    positions = nodes["position"].map(lambda place: places.get(place, place))
     lost = nodes["status"] == "lost"
-    drawn = nodes[["id", "kind", "layer", "position", "status"]].assign(
+    drawn = nodes[["id", "kind", "layer", "status"]].assign(
+        position=positions,
         name=nodes["id"],
         value=np.nan,
         attribution=np.where(lost, nodes["share"], nodes["grown_share"]),
     )
+    by_name = nodes["position"].map(lambda place: isinstance(place, str)).any()
     embedded = [
-        {"id": f"embed@{token}", "kind": "embed", "name": "embed", "position": token}
-        for token in range(len(comparison.tokens))
+        {"id": f"embed@{text if by_name else place}", "kind": "embed", "name": "embed"}
+        | {"position": place}
+        for place, text in enumerate(comparison.tokens)
     ]
     ends = pd.DataFrame([*embedded, {"id": "metric", "kind": "metric", "name": "metric"}])
     drawn = pd.concat([drawn, ends], ignore_index=True)

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensor
 from attn_only_lens import Contrast, Work, compare, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError
-from attn_only_lens.growth.comparison.batches import batches
 
 pytestmark = [
     pytest.mark.numeric,

@@ -205,9 +205,7 @@ def test_each_side_is_tested(side, model, monkeypatch):
         replace(MASKED, mask=mask).pair(model)
 
 
-def test_compare_runs_each_length_alone(model):
-    rows, answers = [*ROWS, *OTHERS], ([2, 3, 5, 7], [11, 13, 17, 19])
-    last = [model(row[None])[0, -1, list(x)] for row, *x in zip(rows, *answers, strict=True)]
-    result = compared(model, Contrast(rows, None, p.logit_diff(*answers)))
-    expected = torch.stack(last).diff().mean().item()
-    assert result.about["values"]["original"]["clean"] == pytest.approx(-expected, rel=1e-9)
+def test_compare_refuses_padding_that_attention_reads(model):
+    contrast = Contrast([*ROWS, *OTHERS], None, p.loss())
+    with pytest.raises(InputError, match="pass prompts of one length at a time"):
+        compared(model, contrast)

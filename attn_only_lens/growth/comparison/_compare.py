@@ -34,7 +34,11 @@ from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.growth.comparison.alignment import Alignment, align
 from attn_only_lens.growth.comparison.batches import batches
-from attn_only_lens.growth.comparison.circuits import compare_circuits, find_circuits
+from attn_only_lens.growth.comparison.circuits import (
+    compare_circuits,
+    find_circuits,
+    positions_of_sites,
+)
 from attn_only_lens.growth.comparison.clean_runs import MODELS
 from attn_only_lens.growth.comparison.drops import measure_drops
 from attn_only_lens.growth.comparison.options import ComparisonSizes
@@ -161,6 +165,7 @@ def _first_batch(
     progress: bool,
 ) -> dict[str, Any]:
     """Return what is measured on the first batch: circuits, drops, and their settings."""
+    positions = positions_of_sites(models[0], contrast)
     found = find_circuits(models, contrast, alignment, sizes, progress)
     frames = compare_circuits(models, contrast, alignment, found, sizes, progress)
     parts = compare_parts(models, contrast, alignment, provenance, found, frames["nodes"])
@@ -178,7 +183,8 @@ def _first_batch(
         "n_prompts_of_circuits": len(contrast),
         "settings": {name: as_plain(value) for name, value in asdict(sizes).items()},
     }
-    texts = tuple(token_texts(models[0], contrast.pair(models[0]).clean[0]))
+    places = {"all": ("all positions",), "roles": tuple(contrast.roles)}.get(positions)
+    texts = places or tuple(token_texts(models[0], contrast.pair(models[0]).clean[0]))
     return {**frames, "parts": parts, "drops": drops, "tokens": texts, "about": about}
 
 

@@ -60,6 +60,13 @@ class ModelCircuit:
     edges: pd.DataFrame
 
 
+def positions_of_sites(model: Any, contrast: Contrast) -> str:
+    """Return where sites are: "roles", at "each" position, or at "all" positions together."""
+    if contrast.roles:
+        return "roles"
+    return "all" if length_reasons(contrast.pair(model)) else "each"
+
+
 def find_circuits(
     models: Sequence[Any],
     contrast: Contrast,
@@ -109,12 +116,10 @@ def compare_circuits(
 def _discover(
     model: Any, contrast: Contrast, sizes: ComparisonSizes, progress: bool | str
 ) -> Circuit:
-    """Search among all heads and neurons: at roles, or every position, or all positions at once."""
-    positions = "all" if length_reasons(contrast.pair(model)) else "each"
     return discover(
         *(model, contrast),
         faithfulness=sizes.faithfulness,
-        sites=Sites(positions="roles" if contrast.roles else positions),
+        sites=Sites(positions=positions_of_sites(model, contrast)),
         search=Search(seed=sizes.seed),
         work=Work(progress=progress),
     )
@@ -130,7 +135,7 @@ def _with_edges(
     """Return a circuit with its nodes and edges, renamed by `names`."""
     ids = site_ids(circuit.frame)
     share = -circuit.frame["effect"]  # a patch with the corrupted output removes it
-    edges = pd.DataFrame(columns=[*_EDGE, "weight"])
+    edges = pd.DataFrame(columns=[*_EDGE, "weight"]).astype({"weight": float})
     if sizes.n_nodes and circuit.candidates.positions != "all":
         try:
             graph = attribution_graph(model, contrast, sites=circuit)

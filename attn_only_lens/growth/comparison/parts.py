@@ -36,7 +36,7 @@ def compare_parts(
 ) -> pd.DataFrame:
     """Return one row for each group of sites: its size, and its drops and shares in both models."""
     is_new = nodes["original_name"].isna()
-    inserted = nodes["layer"].isin(provenance.new_layers)
+    inserted = nodes["layer"].isin(provenance.layers.added)
     kinds = nodes["kind"].map({"neuron": "new neurons", "attention": "new heads"})
     new = kinds.mask(inserted, "in new layers")
     part = nodes["status"].map(_OLD).mask(is_new, new)

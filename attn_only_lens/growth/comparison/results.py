@@ -74,7 +74,8 @@ class Comparison:
             ranking.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,
             `grown_weight`.
-        tokens: the tokens of the first batch's first prompt, as strings.
+        tokens: the tokens of the first batch's first prompt, as strings; or the roles, or "all
+            positions", if these are the positions of the nodes.
         about: models, settings, the metric and its values, faithfulness of the circuits.
     """
 
