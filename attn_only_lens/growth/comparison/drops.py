@@ -130,6 +130,6 @@ def _falls(sweep: Sweep) -> pd.DataFrame:
     """Return how much the metric falls by each component's patch, on each prompt."""
     frame = sweep.frame
     names = frame["name"].astype(str)
-    falls = frame.get("unpatched", sweep.clean_value) - frame["value"]
-    falls = pd.DataFrame({"name": names, "prompt": frame.get("prompt", 0), "fall": falls})
+    fall = frame.get("unpatched", sweep.clean_value) - frame["value"]
+    falls = pd.DataFrame({"name": names, "prompt": frame.get("prompt", 0), "fall": fall})
     return falls.pivot(index="name", columns="prompt", values="fall").loc[names.unique()]

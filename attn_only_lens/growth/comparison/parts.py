@@ -43,7 +43,7 @@ def compare_parts(
     names = [*_OLD.values(), "new neurons", "new heads", "in new layers"]
     groups = {name: nodes["id"][part == name] for name in names if (part == name).any()}
     frame = pd.DataFrame({"part": [*groups], "n_sites": [len(ids) for ids in groups.values()]})
-    renamed = alignment.names, {}
+    renamed: tuple[dict[str, str], ...] = (alignment.names, {})
     for prefix, model, one, of_model in zip(
         ("", "grown_"), models[:2], found[:2], renamed, strict=True
     ):
