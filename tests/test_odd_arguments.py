@@ -105,8 +105,8 @@ def test_arrays_wherever_tokens_are_taken(model):
     assert len(neurons.top_examples(model, ["L0N5"], neurons.Corpus(tokens)))
     one_run = Contrast(tokens, None, METRIC)
     for inputs in (one_run, [one_run]):
-        (batch,) = batches(model, inputs, 2)
-        assert torch.equal(batch.pair.clean, tensor)
+        (prompts,) = batches(model, inputs, 2).prompts
+        assert torch.equal(prompts.clean, tensor)
 
 
 def test_a_name_is_no_model_and_a_text_is_no_contrast(model):

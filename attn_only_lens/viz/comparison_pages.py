@@ -200,9 +200,9 @@ def _drops(every: pd.DataFrame, new: pd.DataFrame) -> str:
         names = part["name"] + " → " + part["grown_name"]
         _points(figure, part["drop"], part["grown_drop"], names, str(kind))
     _points(figure, new["drop"] * 0.0, new["drop"], new["grown_name"] + " (new)", "new")
-    sizes = every[["drop", "grown_drop"]].abs().to_numpy()
-    limit = float(np.nanmax(sizes)) if sizes.size else 1.0
-    figure.add_shape(type="line", x0=-limit, y0=-limit, x1=limit, y1=limit, line_color="#bbb")
+    drops = every[["drop", "grown_drop"]].to_numpy()
+    low, high = (float(drops.min()), float(drops.max())) if drops.size else (0.0, 1.0)
+    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line_color="#bbb")
     return _html(figure)
 
 
@@ -260,8 +260,9 @@ def _bars(
     high: "pd.Series[float]",
 ) -> None:
     """Add bars, with error bars where there are intervals; these are extended to the bar."""
-    above, below = ((x.clip(lower=0)).fillna(0.0) for x in (high - middle, middle - low))
+    above, below = (x.clip(lower=0) for x in (high - middle, middle - low))
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
+    interval["visible"] = bool(above.notna().any())
     colour = _MODEL_COLOURS[model]
     figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
 

@@ -21,6 +21,7 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
     growth,
+    viz,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
@@ -279,6 +280,17 @@ def test_what_became_of_the_circuit(after_training):
         fall = losses(model, prompts, old_ids).mean().item()
         assert row["drop"] == pytest.approx(fall, rel=1e-7, abs=1e-9)
     assert comparison.title.startswith(f"{len(kept)} of the circuit's {len(kept) + len(lost)} site")
+
+
+def test_a_saved_comparison_is_the_same(after_training, tmp_path):
+    comparison = after_training[-1]
+    read = growth.Comparison.load(comparison.save(tmp_path / "folder"))
+    for name in ("heads", "neurons", "new", "circuits", "parts", "nodes", "edges"):
+        frames = getattr(read, name), getattr(comparison, name)
+        pd.testing.assert_frame_equal(*frames, check_dtype=False, check_column_type=False)
+    assert read.neurons["exact"].dtype == bool
+    assert read.title == comparison.title
+    assert viz.comparison_circuit(read) == viz.comparison_circuit(comparison)
 
 
 def names_of(comparison):

@@ -689,7 +689,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
     odd = [text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
     odd += [text, ring, 3.5, None, b"name"] if name in TAKES else [folder] * (".load" not in name)
     odd += [""]
-    for path in odd:
+    for path in [x for x in odd if x is not None or name != "resume"]:  # None: nothing is kept
         with pytest.raises(AttnOnlyLensError):
             (TAKES | TAKES_FILE)[name](path)
     assert text.read_text() == "a file"

@@ -102,7 +102,7 @@ def test_the_report(opened):
     middle = float(comparison.heads["divergence"].median())
     assert drawn[1][0][1][0] == pytest.approx(middle, rel=1e-4)
     scatter = dict(drawn[2])
-    assert scatter["new"] == [-0.5, 0.25]
+    assert scatter["new"] == [0.25, -0.5]
     np.testing.assert_allclose(
         sorted(scatter["attention"]),
         sorted(comparison.heads.query("exact")["grown_drop"]),

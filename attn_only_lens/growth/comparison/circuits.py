@@ -176,7 +176,8 @@ def _joined(first: pd.DataFrame, second: pd.DataFrame, keys: list[str], value: s
     both = both.rename(columns={f"{value}_2": f"grown_{value}"}).assign(status=status)
     order = both[[value, f"grown_{value}"]].abs().max(axis=1)
     both = both.loc[order.sort_values(ascending=False, kind="stable").index]
-    return both[[*keys, "status", value, f"grown_{value}"]].reset_index(drop=True)
+    both = both[[*keys, "status", value, f"grown_{value}"]].reset_index(drop=True)
+    return both.infer_objects()
 
 
 def _overlap(both: pd.DataFrame, value: str) -> dict[str, float]:

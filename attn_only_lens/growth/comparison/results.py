@@ -162,6 +162,8 @@ class Comparison:
         for frame in frames.values():  # in CSV, missing names are empty strings
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
+            if "exact" in frame:
+                frame["exact"] = frame["exact"].astype(str) == "True"
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
 
     def __repr__(self) -> str:
