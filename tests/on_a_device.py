@@ -382,7 +382,7 @@ def grown(model):
 
 def compared(model):
     larger = grow(model, d_mlp=41, seed=0)
-    sizes = growth.ComparisonSizes(batch_size=2, n_patched=1, n_nodes=0)
+    sizes = growth.ComparisonSizes(2, 0.5, n_patched=1, n_nodes=0)
     contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
     comparison = compare(model, larger, contrast, sizes=sizes)
     return comparison.heads, comparison.neurons, comparison.new, comparison.circuits

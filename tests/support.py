@@ -99,7 +99,7 @@ class Kit:
 
     @cached_property
     def comparison(self):
-        sizes = growth.ComparisonSizes(n_patched=2, n_nodes=5)
+        sizes = growth.ComparisonSizes(faithfulness=0.5, n_patched=2, n_nodes=5)
         contrast = Contrast(tokens(), None, p.loss())
         return lens.compare(self.model, self.grown, contrast, sizes=sizes)
 
@@ -480,6 +480,7 @@ COMMANDS = {
     ).exists(),
     "compare": lambda kit: kit.run(
         *("compare", kit.files, kit.larger, "--clean", kit.prompts, "--metric", "loss"),
+        *("--faithfulness", 0.5),
         *("--patched", 2, "--nodes", 5, "--out", kit.out("report")),
     ).exists(),
     "convert": lambda kit: kit.run("convert", kit.files, kit.out("converted")).exists(),

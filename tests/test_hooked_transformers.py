@@ -139,7 +139,7 @@ def test_every_analysis_is_that_of_the_bridge(name, analysis):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_comparison_with_a_grown_model_is_that_of_the_bridge(name):
-    sizes = growth.ComparisonSizes(n_patched=3, n_nodes=5)
+    sizes = growth.ComparisonSizes(faithfulness=0.5, n_patched=3, n_nodes=5)
     contrast = Contrast(tokens(1), None, p.loss())
     compared = [
         compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), contrast, sizes=sizes)

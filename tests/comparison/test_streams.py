@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformer_lens"),
 ]
 
-FEW = {"sizes": growth.ComparisonSizes(n_patched=0, n_nodes=3)}
+FEW = {"sizes": growth.ComparisonSizes(faithfulness=0.5, n_patched=0, n_nodes=3)}
 NUMBERS = ["divergence", "cosine", "norm_ratio"]
 DROPS = ["drop", "grown_drop", "drop_change"]
 
@@ -42,7 +42,7 @@ def pair(tmp_path_factory):
 
 
 def in_batches(size):
-    return {"sizes": growth.ComparisonSizes(batch_size=size, n_patched=0, n_nodes=3)}
+    return {"sizes": growth.ComparisonSizes(size, 0.5, n_patched=0, n_nodes=3)}
 
 
 def alone(prompts, metric=None):

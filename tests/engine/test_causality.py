@@ -139,7 +139,7 @@ def means(model):
 def compared(model, contrast=(ONE_LENGTH, MASKED)):
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    sizes = growth.ComparisonSizes(n_patched=0, n_nodes=0)
+    sizes = growth.ComparisonSizes(faithfulness=0.5, n_patched=0, n_nodes=0)
     return compare(model, grown, contrast, sizes=sizes)
 
 
