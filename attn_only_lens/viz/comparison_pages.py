@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -261,8 +261,8 @@ def _bars(
 ) -> None:
     """Add bars, with error bars where there are intervals; these are extended to the bar."""
     above, below = (x.clip(lower=0) for x in (high - middle, middle - low))
-    interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
-    interval["visible"] = bool(above.notna().any())
+    interval: dict[str, Any] = {"type": "data", "visible": bool(above.notna().any())}
+    interval |= {"array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[model]
     figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
 
