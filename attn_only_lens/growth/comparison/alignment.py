@@ -8,6 +8,7 @@ provenance does not fit both models, to prevent wrong pairs.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Alignment:
     new: tuple[LayerSites, ...]
     coordinates: Int[Tensor, "d_model"]
 
-    @property
+    @cached_property
     def names(self) -> dict[str, str]:
         """The grown model's name of each component of the original."""
         return {
@@ -58,6 +59,11 @@ class Alignment:
             for pair in self.shared
             for old, new in zip(pair.first.names, pair.second.names, strict=True)
         }
+
+    @cached_property
+    def original_names(self) -> dict[str, str]:
+        """The original's name of each component that the grown model shares with it."""
+        return {new: old for old, new in self.names.items()}
 
     def with_null(self, d_model: int) -> "Alignment":
         """Return the alignment of the second model with a null model (see `compare`)."""

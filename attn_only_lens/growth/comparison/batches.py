@@ -43,8 +43,7 @@ def batches(model: Any, contrast: Contrast | Iterable[Contrast], batch_size: int
         n = -(-len(contrast) // batch_size)
         parts = np.array_split(np.arange(len(contrast)), n)
         first = contrast if n == 1 else contrast[parts[0].tolist()]
-        every = single_prompts(model, contrast.clean, contrast.mask)
-        rest = (every.of_prompts(part.tolist()) for part in parts[1:])
+        rest = (_prompts_of(model, contrast[part.tolist()]) for part in parts[1:])
     elif isinstance(contrast, Iterable):
         stream = iter(contrast)
         n, first = None, _checked(next(stream, None))

@@ -14,7 +14,7 @@ The interval of a Jaccard index contains 90 % of the indices of circuits that we
 the same random halves of the prompts in both models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,6 +67,17 @@ def positions_of_sites(model: Any, contrast: Contrast) -> str:
     return "all" if length_reasons(contrast.pair(model)) else "each"
 
 
+def renamed(ids: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Rename heads and neurons in names, or in ids such as "L3H3@5"; keep names without a new one.
+
+    Example:
+        >>> renamed(["L3H3@5", "metric"], {"L3H3": "L4H3"})
+        ['L4H3@5', 'metric']
+    """
+    parts = [one.partition("@") for one in ids]
+    return [f"{names.get(name, name)}{mark}{place}" for name, mark, place in parts]
+
+
 def find_circuits(
     models: Sequence[Any],
     contrast: Contrast,
@@ -106,10 +117,9 @@ def compare_circuits(
         frames.append({"nodes": nodes, "edges": edges})
     nodes = frames[0]["nodes"]
     parsed = [HeadName.parse(name) for name in nodes["name"]]
-    original_names = {new: old for old, new in alignment.names.items()}
     nodes.insert(1, "kind", [name.kind for name in parsed])
     nodes.insert(2, "layer", [name.layer for name in parsed])
-    nodes.insert(5, "original_name", [original_names.get(name) for name in nodes["name"]])
+    nodes.insert(5, "original_name", [alignment.original_names.get(name) for name in nodes["name"]])
     return {"circuits": pd.DataFrame(rows), **frames[0]}
 
 
@@ -147,19 +157,15 @@ def _with_edges(
         edges = graph.prune_edges(sizes.edge_mass).edges
         edges = edges.loc[~edges["source"].isin(["rest", "offset"]), [*_EDGE, "weight"]]
 
-    def renamed(ids: "pd.Series[str]") -> list[str]:
-        parts = [str(one).partition("@") for one in ids]
-        return [f"{names.get(name, name)}{mark}{place}" for name, mark, place in parts]
-
     nodes = pd.DataFrame(
         {
-            "id": renamed(ids),
-            "name": renamed(circuit.frame["name"]),
+            "id": renamed(ids, names),
+            "name": renamed(circuit.frame["name"], names),
             "position": circuit.frame["position"],
             "share": share,
         }
     )
-    edges = edges.assign(source=renamed(edges["source"]), target=renamed(edges["target"]))
+    edges = edges.assign(**{end: renamed(edges[end], names) for end in ("source", "target")})
     return ModelCircuit(circuit, nodes, edges)
 
 
@@ -210,9 +216,8 @@ def _intervals(
         nodes = list[set[str]]()
         for i, model in enumerate(models):
             circuit = _discover(model, some, sizes, label)
-            names = {} if i else alignment.names
-            frame = circuit.frame.assign(name=circuit.frame["name"].astype(str).replace(names))
-            nodes.append(set(site_ids(frame)))
+            ids = site_ids(circuit.frame)
+            nodes.append(set(renamed(ids, {} if i else alignment.names)))
         indices.append([_jaccard(*both) for both in pairwise(nodes)])
     low, high = np.quantile(indices, _TAILS, axis=0)
     return [dict(zip(columns, ends, strict=True)) for ends in zip(low, high, strict=True)]

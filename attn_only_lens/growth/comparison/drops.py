@@ -6,7 +6,7 @@ the estimates that are likely to be wrong are replaced by exact patches (`patchi
 Then the components with the largest drops in any of the models are patched in all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,8 @@ def measure_drops(
     metric), `exact` (whether all drops of the row are exact patches); with a null model, also
     `null_drop`, `null_share` and `null_drop_change` (from the grown model to the null model).
     """
-    original_names = {new: old for old, new in alignment.names.items()}
     drops = [
-        _Drops(model, contrast, {} if i else original_names, progress and f"drops in {MODELS[i]}")
+        _Drops(model, contrast, None if i else alignment, progress and f"drops in {MODELS[i]}")
         for i, model in enumerate(models)
     ]
     sizes = pd.concat([each.means.abs() for each in drops], axis=1).max(axis=1)
@@ -83,17 +82,19 @@ def _standard_error(
 class _Drops:
     """One model's drops: a frame [component, prompt] by the names of the grown model.
 
-    A metric with one value for all prompts has one column.
+    A metric with one value for all prompts has one column. `alignment` is given for the original.
     """
 
     def __init__(
         self,
         model: Any,
         contrast: Contrast,
-        original_names: Mapping[str, str],
+        alignment: Alignment | None,
         progress: bool | str,
     ) -> None:
-        self._prompts, self._names = (model, contrast), original_names
+        self._prompts = model, contrast
+        self._names = {} if alignment is None else alignment.original_names
+        grown_names = {} if alignment is None else alignment.names
         metric, pair = as_metric(contrast.metric), contrast.pair(model)
         self._options: dict[str, Any] = {
             "direction": "noise",
@@ -102,7 +103,6 @@ class _Drops:
         }
         sites, method = Sites("all", positions="all"), Estimate("secant")
         sweep = attribution(*self._prompts, sites=sites, method=method, **self._options)
-        grown_names = {old: new for new, old in original_names.items()}
         self.by_prompt = _falls(sweep).rename(index=grown_names)
         exact = sweep.frame.groupby(sweep.frame["name"].astype(str), sort=False)["exact"].all()
         self.exact = exact.rename(index=grown_names).astype(object)

@@ -15,7 +15,7 @@ from attn_only_lens.circuits.ablated_model import ablated_model
 from attn_only_lens.circuits.own_run import members
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.growth.comparison.alignment import Alignment
-from attn_only_lens.growth.comparison.circuits import ModelCircuit
+from attn_only_lens.growth.comparison.circuits import ModelCircuit, renamed
 from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.patching.columns import site_ids
 
@@ -43,13 +43,13 @@ def compare_parts(
     names = [*_OLD.values(), "new neurons", "new heads", "in new layers"]
     groups = {name: nodes["id"][part == name] for name in names if (part == name).any()}
     frame = pd.DataFrame({"part": [*groups], "n_sites": [len(ids) for ids in groups.values()]})
-    renamed: tuple[dict[str, str], ...] = (alignment.names, {})
+    names_of_models: tuple[dict[str, str], ...] = (alignment.names, {})
     for prefix, model, one, of_model in zip(
-        ("", "grown_"), models[:2], found[:2], renamed, strict=True
+        ("", "grown_"), models[:2], found[:2], names_of_models, strict=True
     ):
         pair = contrast.pair(model)
         sites, _ = members(model, pair, one.circuit, "these circuits cannot be compared")
-        ids = site_ids(sites.assign(name=sites["name"].astype(str).replace(of_model)))
+        ids = pd.Series(renamed(site_ids(sites), of_model))
         ablated = ablated_model(model, pair, contrast.metric, sites, ablation="resample")
         others = [np.flatnonzero(~ids.isin(group)) for group in groups.values()]
         kept = ablated.faithfulness(others)
