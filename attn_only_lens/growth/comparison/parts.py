@@ -16,13 +16,14 @@ from attn_only_lens.circuits.own_run import members
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.growth.comparison.alignment import Alignment
 from attn_only_lens.growth.comparison.circuits import ModelCircuit, renamed
+from attn_only_lens.growth.comparison.results import JOINED, NEW_LAYERS, OLD_JOINED
 from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.patching.columns import site_ids
 
 _OLD = {
     "kept": "in both circuits",
     "lost": "only in the original's circuit",
-    "gained": "old, but only in the grown model's circuit",
+    "gained": OLD_JOINED,
 }
 
 
@@ -38,9 +39,9 @@ def compare_parts(
     is_new = nodes["original_name"].isna()
     inserted = nodes["layer"].isin(provenance.layers.added)
     kinds = nodes["kind"].map({"neuron": "new neurons", "attention": "new heads"})
-    new = kinds.mask(inserted, "in new layers")
+    new = kinds.mask(inserted, NEW_LAYERS)
     part = nodes["status"].map(_OLD).mask(is_new, new)
-    names = [*_OLD.values(), "new neurons", "new heads", "in new layers"]
+    names = dict.fromkeys([*_OLD.values(), *JOINED])
     groups = {name: nodes["id"][part == name] for name in names if (part == name).any()}
     frame = pd.DataFrame({"part": [*groups], "n_sites": [len(ids) for ids in groups.values()]})
     names_of_models: tuple[dict[str, str], ...] = (alignment.names, {})

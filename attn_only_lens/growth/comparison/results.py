@@ -15,12 +15,14 @@ from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 _MANIFEST = "comparison.json"
-_JOINED = {
-    "old, but only in the grown model's circuit": ("old site", "old sites"),
+OLD_JOINED, NEW_LAYERS = "old, but only in the grown model's circuit", "in new layers"
+JOINED = {
+    OLD_JOINED: ("old site", "old sites"),
     "new neurons": ("new neuron", "new neurons"),
     "new heads": ("new head", "new heads"),
-    "in new layers": ("site in new layers", "sites in new layers"),
+    NEW_LAYERS: ("site in new layers", "sites in new layers"),
 }
+"""Groups of sites that joined the original's circuit, in singular and plural."""
 
 
 class _Manifest(TypedDict):
@@ -97,8 +99,8 @@ class Comparison:
         same = f"{nodes['kept']:.0f} of the circuit's {nodes['first']:.0f} sites are the same"
         rows = self.parts.set_index("part")[["n_sites", "grown_share"]]
         joined = [
-            f"{n:.0f} {_JOINED[part][n > 1]} ({share:.0%})"
-            for part, n, share in rows[rows.index.isin(_JOINED)].itertuples()
+            f"{n:.0f} {JOINED[part][n > 1]} ({share:.0%})"
+            for part, n, share in rows[rows.index.isin(JOINED)].itertuples()
         ]
         return same + f"; joined: {', '.join(joined)}" * bool(joined)
 
