@@ -239,7 +239,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, work: Work) -> N
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
-            "a model with provenance=grown.provenance"
+            "a model with provenance=grown.provenance or growth.read_provenance(folder)"
         )
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
