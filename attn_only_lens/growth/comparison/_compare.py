@@ -84,7 +84,8 @@ def compare(
         original: the model, with the weights that it had when it grew, in any dtype and of any
             kind: a HookedTransformer, a TransformerBridge, or a converted model. If its
             neuron-heads are not exposed, they are exposed during the call.
-        grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`.
+        grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`. For
+            training without growth, train `grow(model, growth.compose()).model`, a copy.
         contrast: the prompts and the metric, with a gradient. A contrast is cut into batches. Or an
             iterable of contrasts, each of which is a batch of any size; they are read once.
         provenance: the provenance of `grown` if that is a model; otherwise it replaces the

@@ -295,6 +295,17 @@ class Provenance:
     centred: bool = False
     source: Identity | None = None
 
+    def __repr__(self) -> str:
+        added = {
+            "layers": self.new_layers,
+            "heads": self.new_heads,
+            "neurons": self.new_neurons,
+        }
+        width = len(self.coordinates), self.sizes[Axis("d_model")]
+        said = [f"new {what}: {len(names):,}" for what, names in added.items() if names]
+        said += [f"d_model: {width[0]:,} → {width[1]:,}"] * (width[0] != width[1])
+        return f"<Provenance; {', '.join(said) or 'no new layers, heads or neurons'}>"
+
     def then(self, after: "Provenance") -> "Provenance":
         """Return the combined provenance of two growth steps: first this one, then `after`."""
         like = {after.layers.new_of[new]: old for new, old in self.like.items()}
