@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from analyses import __main__, study
 from analyses.benchmarks import cost_at_scale
-from analyses.benchmarks.bench_patching import bridge_of
+from analyses.benchmarks.models import bridge_of
 from analyses.tools import benching, study_files
 from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -193,9 +193,3 @@ def test_what_fits_memory_is_counted_as_the_package_does():
     states = [examples, examples, no_counts(1, torch.device("cpu"))]
     held = sum(tensor.nbytes for state in states for tensor in state.values())
     assert shape.statistics == cfg.n_layers * cfg.d_mlp * held
-
-
-def test_every_benchmark_takes_a_device():
-    scripts = {path.stem: path.read_text("utf-8") for path in RESULTS.parent.glob("*/*.py")}
-    measuring = {name for name in scripts if name.startswith("bench_")} - {"bench_peak_memory"}
-    assert not [name for name in measuring if "    device: Device = " not in scripts[name]]
