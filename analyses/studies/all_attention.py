@@ -31,7 +31,7 @@ from analyses.studies.attention_only_models import AllAttention, Neurons, sublay
 from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text, late, slug, train
 from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as english
-from analyses.tools.resumable import claim
+from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, neuron_gate
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.exact import GATES

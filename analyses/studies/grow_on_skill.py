@@ -66,8 +66,8 @@ from tqdm import tqdm
 from analyses import study as frame
 from analyses.tools import circuit_measures as measures
 from analyses.tools.circuit_measures import Look, Question, is_neuron
-from analyses.tools.resumable import claim
 from analyses.tools.study_files import t_interval
+from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read_provenance

@@ -49,9 +49,9 @@ from tqdm import tqdm
 
 from analyses.study import Setting, Study, Tables
 from analyses.tools.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
-from analyses.tools.gradmax import grad_max, gradient_products
-from analyses.tools.resumable import claim
+from analyses.tools.gradmax import GradMax, gradient_products
 from analyses.tools.study_files import said, t_interval
+from analyses.tools.training import claim
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
@@ -159,7 +159,7 @@ def inits(trunk: Done) -> dict[str, Initialiser]:
     }
     if not trunk.model.cfg.gated_mlp:
         tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]
-        initialisers["GradMax"] = grad_max(gradient_products(trunk.model, tokens))
+        initialisers["GradMax"] = GradMax(gradient_products(trunk.model, tokens))
     return initialisers
 
 

@@ -42,10 +42,9 @@ from tqdm import tqdm
 
 from analyses.studies import attention_only_models as models
 from analyses.study import RESULTS, Setting, Study, Tables
-from analyses.tools import resumable
 from analyses.tools import train_modular_addition as addition
 from analyses.tools import train_small_english as english
-from analyses.tools.growth_training import Training
+from analyses.tools import training as loop
 from analyses.tools.study_files import t_interval
 
 SEED_OF_SEARCH = 100
@@ -258,7 +257,7 @@ def train(
     """Return the model at the end of a run, and its curve; a finished run is read from a folder."""
     model = nn.Module.to(task.model(*task.neurons(arm), seed), device)
 
-    def step(training: Training, number: int) -> dict[str, int]:
+    def step(training: loop.Training, number: int) -> dict[str, int]:
         batch = task.batch(number, seed).to(device)
         training.optimizer.param_groups[0]["lr"] = lr * task.rate(number, steps)
         loss = task.loss(model, batch)
@@ -272,8 +271,8 @@ def train(
     def figures(model: Any) -> dict[str, float]:
         return task.held_out(model, seed)
 
-    curve = resumable.train(
-        Training(model, task.optimizer(model, lr), {}),
+    curve = loop.train(
+        loop.Training(model, task.optimizer(model, lr), {}),
         steps,
         folder,
         step,
@@ -432,7 +431,7 @@ class Trainer:
 def run(setting: Setting) -> Tables:
     """Train and measure every arm with every seed."""
     tasks = SMOKE if setting.smoke else Tasks()
-    resumable.claim(setting.runs / "study.txt", f"{tasks!r}\n")
+    loop.claim(setting.runs / "study.txt", f"{tasks!r}\n")
     trainer = Trainer(tasks, setting.runs, setting.device)
     curves, rows, tried = [], [], []
     for name, arms in TRAINED.items():

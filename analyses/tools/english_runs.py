@@ -30,8 +30,6 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from analyses.tools.growth_training import Training
-from analyses.tools.resumable import claim, put_back, train
 from analyses.tools.train_small_english import (
     POOL,
     Recipe,
@@ -43,6 +41,7 @@ from analyses.tools.train_small_english import (
     pool,
     questions,
 )
+from analyses.tools.training import Training, claim, put_back, train
 from attn_only_lens import Contrast, grow, growth, pretrained
 from attn_only_lens.growth import Weights
 from attn_only_lens.growth.expansion.expansion import Expansion
