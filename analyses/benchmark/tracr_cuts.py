@@ -2,8 +2,7 @@
 
 Without norms, a reader's query (key, value, pre-activation) is a sum with one term per writer: the
 writer's output times W. Cutting an edge subtracts the edge's term, with the writer's output in this
-same run, so that cuts add up. Cuts use TransformerLens' hook points; `tracr_edges.logits` computes
-the same values from the weights, and tests compare the two.
+same run, so that cuts add up.
 """
 
 from collections import defaultdict

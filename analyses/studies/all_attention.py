@@ -30,7 +30,7 @@ from analyses.studies.all_attention_models import AllAttentionModel, Layer, dire
 from analyses.studies.attention_only_models import AllAttention, Neurons, sublayers_of
 from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text, late, slug, train
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as english
+from analyses.tools import small_english as english
 from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, neuron_gate
 from attn_only_lens.gates import bilinear_gate
@@ -396,8 +396,7 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
         claim, p = f"layer {number}: p_n = σ(a_n - log Z of all other rows)", weights[..., :N]
         yield compared("vectors", claim, "σ(a_n)", torch.stack(sigmoids, -1), p, a.sigmoid())
         head, vector = divmod(int(weights[:, -1, :N].argmax()), N)
-        entry = (head, slice(None), vector)
-        without = direct(model, text, forms.set_entry(number, "scores", entry, -torch.inf))
+        without = direct(model, text, deleted=(number, head, vector))
         p = weights[head, :, vector, None]
         zeroed_z = weights[head] @ values[head] - p * layer.value[head, vector]
         deleted_z = without.weights[number][head] @ values[head]

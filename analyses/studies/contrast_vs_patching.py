@@ -33,11 +33,10 @@ from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
 from analyses.tools.benching import table
-from analyses.tools.real_models import trained
+from analyses.tools.real_models import pairs, trained
 from analyses.tools.study_files import t_interval
-from analyses.tools.token_pairs import LENGTH, pairs
 from attn_only_lens import (
     Contrast,
     HeadName,
@@ -126,7 +125,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
     yield Subject("small_english", english, written(few), many)
     if setting.smoke:
         return
-    for name, source, tokens in trained(setting.models, LENGTH, setting.device, smoke=False):
+    for name, source, tokens in trained(setting.models, setting.device, smoke=False):
         if name.startswith("modular"):  # a one-layer model
             continue
         model = expose_neuron_heads(source).model

@@ -29,7 +29,7 @@ the first run, and all arms were run again.)
 Where should new layers go? Two layers become four, with new layers at the bottom, in the middle, at
 the top, or above each old layer; the last also with copies (LLaMA Pro), and four from scratch.
 
-Measures: the loss on held-out text (`held_out_loss` in `train_small_english.py`), on the same 1,024
+Measures: the loss on held-out text (`held_out_loss` in `small_english.py`), on the same 1,024
 texts for all arms (during training, on the first 128), and the share of correct answers in eight
 tasks. Differences are paired by seed, with Student's 95 % interval. `step_flops` counts the flops
 of matrix products. All runs use one learning rate: the best of four for the full size of both

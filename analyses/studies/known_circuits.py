@@ -132,7 +132,7 @@ def run(setting: Setting) -> Tables:
     tables = {
         "": judged.query(f"least == {LEAK}").drop(columns="least"),
         "leaks": leaks.reset_index(),
-        "bounds": bounds.coverage(every["sites"]).drop(columns="width"),
+        "bounds": bounds.coverage(every["sites"]),
         "cost": every["cost"],
     }
     rounded = {part: frame.round(DIGITS) for part, frame in tables.items()}

@@ -37,7 +37,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
 from analyses.tools.benching import table
 from attn_only_lens import growth, pretrained
 from attn_only_lens.growth import Axis, Weights

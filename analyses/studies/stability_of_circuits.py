@@ -33,7 +33,8 @@ from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
+from analyses.tools.learn_mask import BATCH as BATCH_OF_MASK
 from analyses.tools.learn_mask import learn_mask
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
@@ -49,7 +50,7 @@ FIRST_FRESH, FIRST_BATCH = 10_000, 500  # the first seeds
 RARE = 0.02
 N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
 SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
-STEPS, MASK_BATCH, PASSES = 300, 24, 3  # of `learn_mask`; a backward pass costs two forward passes
+STEPS, PASSES = 300, 3  # of `learn_mask`; a backward pass costs two forward passes
 COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
 """The number of passes over all prompts; a backward pass counts twice."""
 
@@ -234,11 +235,10 @@ def arms(
                     yield row | {"passes": COST[name]} | judged(there, best[:size])
         for size in LEARNED[:1] if smoke else LEARNED:
             started, steps = time.perf_counter(), 20 if smoke else STEPS
-            work = Work(prompts_at_once=MASK_BATCH, progress=f"mask of {size} {kind}")
-            how: dict[str, Any] = {"steps": steps, "groups": groups, "sites": sites, "work": work}
-            learned = learn_mask(model, training, size, **how)
+            how: dict[str, Any] = {"steps": steps, "groups": groups, "sites": sites}
+            learned = learn_mask(model, training, size, label=f"mask of {size} {kind}", **how)
             row = {"sites": kind, "size": size, "seconds": time.perf_counter() - started}
-            row["passes"] = PASSES * steps * MASK_BATCH / len(training)
+            row["passes"] = PASSES * steps * BATCH_OF_MASK / len(training)
             rows = np.flatnonzero(learned.contains(frame))
             yield row | {"arm": "learned mask"} | judged(there, rows)
             yield row | {"arm": "learned mask, its own prompts"} | judged(here, rows)

@@ -42,8 +42,8 @@ from tqdm import tqdm
 
 from analyses.studies import attention_only_models as models
 from analyses.study import RESULTS, Setting, Study, Tables
-from analyses.tools import train_modular_addition as addition
-from analyses.tools import train_small_english as english
+from analyses.tools import modular_addition as addition
+from analyses.tools import small_english as english
 from analyses.tools import training as loop
 from analyses.tools.study_files import t_interval
 

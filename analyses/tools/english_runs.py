@@ -1,6 +1,6 @@
 """Shared: training runs on Small English in which models grow: transformers' models, in bridges.
 
-Texts, loss and questions are those of `train_small_english.py`; a batch depends only on the data
+Texts, loss and questions are those of `small_english.py`; a batch depends only on the data
 seed and the step number. The embedding and the unembedding are separate matrices (growth in width
 separates them anyway), so that a grown model and a full-size model have the same parameters.
 
@@ -30,7 +30,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from analyses.tools.train_small_english import (
+from analyses.tools.small_english import (
     POOL,
     Recipe,
     differences,

@@ -11,7 +11,7 @@ from common import needs_hooked_transformer
 from analyses import study as frame
 from analyses.studies import attribution_repairs as study
 from analyses.tools import brackets
-from analyses.tools.token_pairs import pairs
+from analyses.tools.real_models import pairs
 from attn_only_lens import Contrast, expose_neuron_heads, pretrained
 
 

@@ -8,8 +8,8 @@ from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.tools import english_runs as runs
+from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools import train_small_english as english
 from attn_only_lens import grow, growth
 from attn_only_lens.growth import read
 
