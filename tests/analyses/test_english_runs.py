@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.tools import english_runs as runs
@@ -12,8 +11,6 @@ from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar as grammar
 from attn_only_lens import grow, growth
 from attn_only_lens.growth import read
-
-pytestmark = needs_transformer_lens_4
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
 WIDER = growth.compose(growth.AddHeads(1), growth.WidenStream(4))
