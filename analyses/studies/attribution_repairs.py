@@ -54,7 +54,7 @@ def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast], list[
     def drawn(model: Any, tokens: Tensor, n: int, seed: int) -> list[Contrast]:
         return list(pairs(model, tokens, n, seed))
 
-    of_repairs, of_methods = (1, 2) if setting.smoke else N_PAIRS.values()
+    of_repairs, of_methods = (1, 1) if setting.smoke else N_PAIRS.values()
     classifier = expose_neuron_heads(brackets.load().to(setting.device)).model
     some = islice(brackets.pairs(classifier, 1), of_repairs)
     yield "brackets", classifier, [Contrast(*pair, brackets.BALANCED) for pair in some], []

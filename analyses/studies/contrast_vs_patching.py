@@ -429,7 +429,7 @@ def ranked(model: Any, contrasts: list[Contrast]) -> Rows:
 
 def run(setting: Setting) -> Tables:
     """Measure all models."""
-    sizes = Sizes(nodes=11, edges=20, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
+    sizes = Sizes(nodes=11, edges=5, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
     measures = {
         "attributions": attributions,
         "rankings": rankings,

@@ -97,7 +97,16 @@ SMOKE = Recipe(
     plan={"warmup": 2, "rows": 2, "check_every": 4, "save_every": 4},
     read=(3, 5),
     asked=2,
-    left_out=("zeros", "copies", "splits", "unequal", "middle", "spread", "spread, copies"),
+    left_out=(
+        "zeros",
+        "copies",
+        "pairs",
+        "splits",
+        "unequal",
+        "middle",
+        "spread",
+        "spread, copies",
+    ),
 )
 
 

@@ -49,7 +49,6 @@ from analyses.tools.study_files import t_interval
 
 SEED_OF_SEARCH = 100
 SEED_OF_LENGTHS = 101
-MOST_RATES = 8
 SATURATED = 0.05  # weights below this, or above 1 minus this, are saturated
 DEAD = 0.01  # relative to the mean strength in the head's layer
 BINS = 16
@@ -86,6 +85,7 @@ class Task:
     lrs: tuple[float, ...]  # the learning rates that are tried first
     warmup: int
     search_seeds: int = 1
+    most_rates: int = 8
     clip: float = float("inf")
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
@@ -239,8 +239,8 @@ class Tasks:
 
 
 SMOKE = Tasks(
-    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
-    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, search_seeds=1, modulus=7),
+    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, most_rates=1, n_layers=1, rows=3, n_held_out=1, prompts=5),
+    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, most_rates=1, search_seeds=1, modulus=7),
     (2, 4, 8),
     1e-2,
 )
@@ -407,12 +407,12 @@ class Trainer:
         """Return the loss at each learning rate that an arm tries, the mean over seeds.
 
         While the best rate is the lowest or the highest that was tried, half or twice this rate is
-        tried, up to MOST_RATES rates.
+        tried, up to `most_rates` rates.
         """
         rows: dict[float, dict[str, Any]] = {}
         task = getattr(self.tasks, name)
         lrs = set(task.lrs)
-        while lrs and len(rows) < MOST_RATES:
+        while lrs and len(rows) < task.most_rates:
             for lr in sorted(lrs):
                 curves = [
                     self.run(name, arm, SEED_OF_SEARCH + number, lr, task.search_steps)[1]
