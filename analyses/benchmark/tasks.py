@@ -107,10 +107,11 @@ class Task:
     edges: tuple[Edge, ...]
     seed: int = 0
 
-    def prompts(self) -> list[Int[Tensor, "pos"]]:
-        """Return all different prompts of the pairs, clean and corrupted."""
-        rows = [row for some in self.pairs for row in torch.cat([some.clean, some.corrupted])]
-        return list({tuple(row.tolist()): row for row in rows}.values())
+    def batches(self) -> list[Int[Tensor, "batch pos"]]:
+        """Return all different prompts of the pairs, clean and corrupted, a batch per length."""
+        both = (torch.cat([some.clean, some.corrupted]) for some in self.pairs)
+        different = ({tuple(row.tolist()): row for row in rows} for rows in both)
+        return [torch.stack(list(rows.values())) for rows in different]
 
 
 @dataclass(frozen=True)
