@@ -239,7 +239,7 @@ def _change(model: HookedTransformer, batches: Sequence[_Batch], cut: Sequence[E
     )
 
 
-def pairs_of(program: TracrProgram, per_length: int = PAIRS_PER_LENGTH) -> Iterator[Pairs]:
+def pairs_of(program: TracrProgram) -> Iterator[Pairs]:
     """Yield pairs of neighbouring inputs whose outputs differ, for each length."""
     for tokens, expected, _ in program.batches():
         rows = [*range(len(tokens)), 0]
@@ -247,7 +247,7 @@ def pairs_of(program: TracrProgram, per_length: int = PAIRS_PER_LENGTH) -> Itera
             (one, other, weights)
             for one, other in pairwise(rows)
             if (weights := _weights(program, expected[one], expected[other])).any()
-        ][:per_length]
+        ][:PAIRS_PER_LENGTH]
         if chosen:
             ones, others, all_weights = zip(*chosen, strict=True)
             yield Pairs(tokens[list(ones)], tokens[list(others)], torch.stack(all_weights))

@@ -317,13 +317,13 @@ def mean_curves(curves: pd.DataFrame) -> pd.DataFrame:
     return means[n == n.groupby(["part", "arm"]).transform("max")].reset_index()
 
 
-def fresh_steps(steps: int, betas: tuple[float, float] = (0.9, 0.98)) -> list[float]:
+def fresh_steps(steps: int) -> list[float]:
     """Return AdamW's steps for a new entry with a constant gradient, in units of the learning rate.
 
     Moments of a new entry start at zero. But torch counts steps per tensor, so the tensor's bias
     correction is already 1. (Each step of an old entry with a constant gradient is 1.)
     """
-    one, two = betas
+    one, two = 0.9, 0.98  # the betas of all runs
     return [(1 - one**k) / (1 - two**k) ** 0.5 for k in range(1, steps + 1)]
 
 
