@@ -490,7 +490,7 @@ Made by `python -m analyses.benchmarks.bench_patching`."""
     text = page(fits, about)
     typer.echo(text)
     settings = {"rounds": rounds, "device": device, "smoke": smoke}
-    keep(__file__, out, text, rows, figure(fits), started=started, **settings)
+    keep(__file__, out, text, {"": rows}, {"": figure(fits)}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -380,7 +380,7 @@ Made by `python -m analyses.benchmarks.growth_of_cost`.""",
     )
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "limit": limit}
-    keep(__file__, out, text, rows, figure(rows), started=started, **settings)
+    keep(__file__, out, text, {"": rows}, {"": figure(rows)}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,6 @@ def gradient_products(model: Any, tokens: Tokens) -> dict[int, Float[Tensor, "d_
     Args:
         model: a model whose MLPs are not gated; it does not change.
         tokens: the prompts; the loss is the mean cross-entropy of the next token.
-
-    Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()
-        >>> products = gradient_products(model, tokens[:31])
-        >>> grown = grow(model, growth.AddNeurons(4), init=GradMax(products))
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []

@@ -44,20 +44,6 @@ class Training:
         seed: the seed of the first growth; each later growth adds 1.
         done: the number of finished steps.
         history: all growths so far.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import growth, pretrained
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> training = Training(model, optimizer, {2: growth.AddNeurons(3), 3: growth.AddHeads(1)})
-        >>> for step in training.steps(5):
-        ...     loss = -training.model(tokens)[:, -1].log_softmax(-1)[:, 0].mean()
-        ...     training.optimizer.zero_grad()
-        ...     loss.backward()
-        ...     training.optimizer.step()
-        >>> training.model.cfg.d_mlp, training.model.cfg.n_heads, training.done
-        (515, 5, 5)
     """
 
     model: Any
@@ -164,7 +150,7 @@ def train(
         ValueError: the folder's checkpoint has done more steps than `until`.
     """
     checkpoint, curve = folder / "checkpoint.safetensors", folder / "curve.csv"
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[Any, Any]] = []
     spent, cpu, wall = dict(totals), 0.0, 0.0
     if not checkpoint.exists():
         training.done = first
