@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 from torch import Tensor
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.studies import all_attention_models as forms
 from analyses.studies import attention_only_models as models
@@ -128,8 +127,7 @@ def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     weights, asked = forms.weights_of(model), english.questions(sizes.text.prompts)[TASK]
     of = english.tokenizer()
     clean = of(asked.clean[0], return_tensors="pt")["input_ids"][0]
-    plain = models.in_package(mlp.double())
-    bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
+    bridge = english.bridged(models.in_package(mlp.double()))
     few = torch.tensor([3, 1, 4, 1, 5, 9])
     cs = CS_OF_SMOKE if sizes is SMOKE else CS
     memory = [

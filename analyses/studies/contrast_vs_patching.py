@@ -30,7 +30,6 @@ import torch
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap, spearmanr
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
 from analyses.tools import small_english as small
@@ -110,9 +109,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
         return [Contrast(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
 
     if setting.smoke:
-        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model()
-        tiny: Any = build_bridge_from_module(module, "LlamaForCausalLM", hf_config=module.config)
-        tiny.tokenizer = small.tokenizer()
+        tiny = small.bridged(small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model())
         english = expose_neuron_heads(tiny).model
     else:
         english = expose_neuron_heads(pretrained.small_english(), copy=True).model

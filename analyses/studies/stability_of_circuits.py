@@ -30,7 +30,6 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
 from analyses.tools import small_english as small
@@ -283,9 +282,7 @@ def run(setting: Setting) -> Tables:
         warnings.simplefilter("ignore")
         source: Any = pretrained.small_english()
         if smoke:
-            tiny = small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model()
-            how = {"hf_config": tiny.config, "tokenizer": source.tokenizer}
-            source = build_bridge_from_module(tiny, "LlamaForCausalLM", **how)
+            source = small.bridged(small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model())
         english = expose_neuron_heads(source.to(setting.device), copy=True).model
         truth = probabilities(english, 1 if smoke else N_FRESH)
         sites, batches = resampled(english, *((1, 2) if smoke else (BATCH, RESAMPLES)))

@@ -24,15 +24,15 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from analyses.tools.small_english import (
     POOL,
     Recipe,
+    bridged,
     differences,
     held_out,
     held_out_loss,
@@ -42,7 +42,7 @@ from analyses.tools.small_english import (
     questions,
 )
 from analyses.tools.training import Training, claim, put_back, train
-from attn_only_lens import Contrast, grow, growth, pretrained
+from attn_only_lens import Contrast, grow, growth
 from attn_only_lens.growth import Weights
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
@@ -140,18 +140,6 @@ class Done:
     model: TransformerBridge
     curve: pd.DataFrame
     training: Training
-
-
-@lru_cache(1)
-def _tokenizer() -> Any:
-    return pretrained.small_english().tokenizer
-
-
-def bridged(model: nn.Module) -> TransformerBridge:
-    """Return a bridge around a transformers model that reads Small English."""
-    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
-    bridge.tokenizer = _tokenizer()
-    return bridge
 
 
 @lru_cache(1)

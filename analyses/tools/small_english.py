@@ -9,15 +9,17 @@ train other models on the same texts.
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from analyses.tools import small_english_grammar as grammar
-from attn_only_lens import Contrast, tasks
+from attn_only_lens import Contrast, pretrained, tasks
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 POOL = 32  # this many batches are written at once, so that each batch has texts of one length
@@ -74,6 +76,7 @@ def vocabulary() -> dict[str, int]:
 LISTED = {vocabulary()[f" {word}"] for word in grammar.LISTED}
 
 
+@cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer for words with the space before them, which adds BOS to a text."""
     core = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
@@ -90,6 +93,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         padding_side="right",
     )
+
+
+@cache
+def _shipped_tokenizer() -> Any:
+    """Return the same tokenizer with the name of its folder, which TransformerLens asks for."""
+    return pretrained.small_english().tokenizer
+
+
+def bridged(model: PreTrainedModel) -> Any:
+    """Return a bridge around a transformers model that reads Small English."""
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    bridge.tokenizer = _shipped_tokenizer()
+    return bridge
 
 
 def questions(n: int) -> dict[str, Contrast]:
