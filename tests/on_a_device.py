@@ -23,8 +23,8 @@ from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 from transformer_lens.model_bridge import TransformerBridge
 
-from analyses.tools.gradmax import grad_max, gradient_products
-from analyses.tools.growth_training import Training
+from analyses.tools.gradmax import GradMax, gradient_products
+from analyses.tools.training import Training
 from attn_only_lens import (
     Bilinear,
     Contrast,
@@ -398,7 +398,7 @@ def test_models_made_from_others(use):
 def test_hooked_transformers_made_from_others():
     def use(model):
         products = gradient_products(model, CLEAN)
-        larger = grow(model, growth.AddNeurons(5), init=grad_max(products)).model
+        larger = grow(model, growth.AddNeurons(5), init=GradMax(products)).model
         stock = to_stock(convert(model, gate=Bilinear()))
         return products, larger(there(model)), stock(there(model))
 

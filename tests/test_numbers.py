@@ -99,5 +99,5 @@ def test_numbers_of_studies_stand_in_their_pages_of_results(page):
 
 
 def test_a_number_that_no_study_has_is_found():
-    text = "We [measured](analyses/results/bench_paths.md) 98765.4 of them (2023)."
-    assert missing_numbers(text) == [("98765.4", {"bench_paths"})]
+    text = "We [measured](analyses/results/bench_atlas.md) 98765.4 of them (2023)."
+    assert missing_numbers(text) == [("98765.4", {"bench_atlas"})]

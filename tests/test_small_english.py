@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 from common import needs_hooked_transformer, needs_transformer_lens_4, relative
-from typer.testing import CliRunner
 
-from analyses.tools import train_small_english as training
+from analyses.tools import small_english as english
+from analyses.tools import small_english_grammar
 from attn_only_lens import pretrained
 from attn_only_lens.errors import UnsupportedCallError
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.numeric
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
-RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__dataclass_fields__})
+RECIPE = english.Recipe(**{key: METRICS[key] for key in english.Recipe.__dataclass_fields__})
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +70,19 @@ def test_decoding_gives_texts_back(tokenizer):
 
 
 def test_texts_are_those_of_the_grammar():
-    assert (DATA / "texts.txt").read_text("utf-8") == training.texts(RECIPE)
+    texts = pretrained.small_english_texts()
+    grammar = small_english_grammar.Grammar(english.SEED_OF_HELD_OUT - 1)
+    assert [grammar.text() for _ in texts] == list(texts)
+    assert sum(len(text) + 1 for text in texts) >= RECIPE.held_out
 
 
 def test_it_is_as_right_as_its_card_says(llama):
     card = (DATA / "README.md").read_text("utf-8")
-    for task, pairs in training.questions(RECIPE.prompts).items():
-        differences = training.differences(llama, pairs)
+    for task, pairs in english.questions(RECIPE.prompts).items():
+        differences = english.differences(llama, pairs)
         right, total = METRICS["right"][task]
         near = int((differences.abs() < 1e-3).sum())  # rounding may decide
         assert (len(differences), near < 3) == (total, True)
         assert abs(int((differences > 0).sum()) - right) <= near
         assert right >= 0.95 * total
         assert re.search(rf"\| {task} .*\| {right} of {total} \|", card), task
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_smoke(tmp_path):
-    app = training.typer.Typer()
-    app.command()(training.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    written = {path.name for path in tmp_path.iterdir()}
-    shipped = {path.name for path in DATA.iterdir() if path.is_file()}
-    assert written == shipped - {"README.md"} | {"checkpoint.safetensors"}

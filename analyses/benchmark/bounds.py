@@ -196,7 +196,6 @@ def _judged(
     every = pd.DataFrame(
         {
             "covered": (exact >= low - ROUNDING) & (exact <= high + ROUNDING),
-            "width": high - low,
             "of the effect": (high - low) / np.maximum(np.abs(exact), LEAK),
             "of Δ": (high - low) / span,
             "sign": (low > ROUNDING) | (high < -ROUNDING),
@@ -211,7 +210,6 @@ def _judged(
         "covered, with an effect": moving["covered"].mean(),
         "hard sites": len(difficult),
         "covered, hard": difficult["covered"].mean(),
-        "width": every["width"].median(),
         "width, with an effect": moving["of the effect"].median(),
         "width, hard": difficult["of the effect"].median(),
         "width, hard, of Δ": difficult["of Δ"].median(),

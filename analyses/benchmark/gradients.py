@@ -168,19 +168,36 @@ def node_scores(task: Task, way: Way) -> list[float]:
 
 
 def node_scores_from_zero(task: Task, seed: int = 0) -> list[float]:
-    """Return Σ |g_z · z| for each part: its output against 0, as `edge_attribution_patching.py`.
+    """Return Σ |g_z · z| for each part: its output against 0, in the runs on all prompts.
 
-    The gradient is of the sum of all logits with random signs, in the runs on all prompts.
+    The gradient is of the sum of all logits with random signs.
     """
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(len(task.nodes), dtype=torch.float64)
-    for row in task.prompts():
-        shape = 1, len(row), task.model.cfg.d_vocab_out
-        signs = torch.randn(shape, generator=generator, dtype=torch.float64).sign()
-        by_hook = _gradients(task.model, row[None], signs.to(row.device))
-        z = _outputs(task.model, activations(task.model, row[None]))
-        total += _sizes(by_hook, z)
+    for tokens in task.batches():
+        for row in tokens.split(1):
+            gradients = _of_random_logits(task.model, row, generator)
+            total += _sizes(gradients.by_hook, _outputs(task.model, gradients.run))
     return total.tolist()
+
+
+def _of_random_logits(
+    model: HookedTransformer, tokens: Tensor, generator: torch.Generator
+) -> Gradients:
+    """Return the gradients of the sum of all logits with random signs.
+
+    At the end of the stream, the last norm's scale is held, as before all other readers: outputs
+    that are compared with 0 may be large.
+    """
+    shape = *tokens.shape, model.cfg.d_vocab_out
+    signs = torch.randn(shape, generator=generator, dtype=torch.float64).sign().to(tokens.device)
+    by_hook = _gradients(model, tokens, signs)
+    gradients = Gradients(by_hook, activations(model, tokens))
+    last = signs @ model.W_U.detach().T
+    by_hook[f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"] = _before_norm(
+        getattr(model, "ln_final", None), "ln_final", gradients, last
+    )
+    return gradients
 
 
 def _sizes(by_hook: _Numbers, change: _Numbers) -> Tensor:
@@ -226,12 +243,32 @@ def edge_scores(task: Task, way: Way, *, exact_patterns: bool = False) -> list[f
                 patterns = _through_patterns(task.model, gradients, written)
                 blocks = [block for block in blocks if block[1] not in ("q", "k")]
                 add_scores(total, writers, patterns)
-            products = (
-                (readers, side, torch.einsum("wbpd,rbpd->rwbp", written, g).abs().sum((2, 3)))
-                for readers, side, g in blocks
-            )
-            add_scores(total, writers, products)
+            add_scores(total, writers, _products(written, blocks))
     return list(total.values())
+
+
+def edge_scores_from_zero(task: Task, seed: int = 0) -> list[float]:
+    """Return Σ |g · w| for each edge: EAP with w's output against 0, in the runs on all prompts.
+
+    The gradient is of the sum of all logits with random signs. This is the first-order estimate of
+    an exact cut in `two_factors.py` with a zero reference.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total: dict[Edge, float] = dict.fromkeys(task.edges, 0.0)
+    for tokens in task.batches():
+        gradients = _of_random_logits(task.model, tokens, generator)
+        written = writes(task.model, gradients.run)
+        blocks = read_covectors(task.model, gradients)
+        add_scores(total, list(written), _products(torch.stack(list(written.values())), blocks))
+    return list(total.values())
+
+
+def _products(
+    written: Float[Tensor, "writer batch pos d_model"], blocks: "list[_Covectors]"
+) -> Iterator[tuple[list[str], str, Float[Tensor, "reader writer"]]]:
+    """Yield Σ |g · w| over positions and prompts, for the readers and the side of each block."""
+    for readers, side, g in blocks:
+        yield readers, side, torch.einsum("wbpd,rbpd->rwbp", written, g).abs().sum((2, 3))
 
 
 def add_scores(total: dict[Edge, float], writers: Sequence[str], blocks: Any) -> None:

@@ -26,10 +26,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from analyses.benchmark import gradients as g
-from analyses.benchmark.edge_attribution_patching import edge_attribution_patching
 from analyses.benchmark.tasks import Task
 from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.two_factors import score_edges
@@ -95,7 +93,7 @@ def _sweep_scores(sweep: Callable[..., p.Sweep], task: Task, **options: Any) -> 
 def scored_edges(task: Task, exact: int = 0) -> pd.DataFrame:
     """Return the frame of `score_edges`, with the sides that tasks have."""
     model = convert(task.model, copy_weights=True)
-    frame = score_edges(model, task.prompts(), task.nodes, exact)
+    frame = score_edges(model, task.batches(), task.nodes, exact)
     return frame.assign(side=frame["kind"].replace(_SIDES))
 
 
@@ -125,18 +123,7 @@ def _repaired_edges(task: Task) -> pd.DataFrame:
 
 
 def _zero_edges(task: Task) -> pd.DataFrame:
-    """Return EAP with a zero reference, of the sum of all logits with random signs."""
-    prompts: dict[int, list[torch.Tensor]] = {}
-    for row in task.prompts():
-        prompts.setdefault(len(row), []).append(row)
-    scores = edge_attribution_patching(
-        task.model,
-        convert(task.model, copy_weights=True),
-        [torch.stack(rows) for rows in prompts.values()],
-        list(task.nodes),
-    )
-    by_edge = {Edge(w, r, _SIDES.get(kind, kind)): score for (w, r, kind), score in scores.items()}
-    return edge_frame(task, [by_edge[edge] for edge in task.edges])
+    return edge_frame(task, g.edge_scores_from_zero(task))
 
 
 def _secant_edges(task: Task) -> pd.DataFrame:

@@ -107,10 +107,11 @@ class Task:
     edges: tuple[Edge, ...]
     seed: int = 0
 
-    def prompts(self) -> list[Int[Tensor, "pos"]]:
-        """Return all different prompts of the pairs, clean and corrupted."""
-        rows = [row for some in self.pairs for row in torch.cat([some.clean, some.corrupted])]
-        return list({tuple(row.tolist()): row for row in rows}.values())
+    def batches(self) -> list[Int[Tensor, "batch pos"]]:
+        """Return all different prompts of the pairs, clean and corrupted, a batch per length."""
+        both = (torch.cat([some.clean, some.corrupted]) for some in self.pairs)
+        different = ({tuple(row.tolist()): row for row in rows} for rows in both)
+        return [torch.stack(list(rows.values())) for rows in different]
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _change(model: HookedTransformer, batches: Sequence[_Batch], cut: Sequence[E
     )
 
 
-def pairs_of(program: TracrProgram, per_length: int = PAIRS_PER_LENGTH) -> Iterator[Pairs]:
+def pairs_of(program: TracrProgram) -> Iterator[Pairs]:
     """Yield pairs of neighbouring inputs whose outputs differ, for each length."""
     for tokens, expected, _ in program.batches():
         rows = [*range(len(tokens)), 0]
@@ -246,7 +247,7 @@ def pairs_of(program: TracrProgram, per_length: int = PAIRS_PER_LENGTH) -> Itera
             (one, other, weights)
             for one, other in pairwise(rows)
             if (weights := _weights(program, expected[one], expected[other])).any()
-        ][:per_length]
+        ][:PAIRS_PER_LENGTH]
         if chosen:
             ones, others, all_weights = zip(*chosen, strict=True)
             yield Pairs(tokens[list(ones)], tokens[list(others)], torch.stack(all_weights))

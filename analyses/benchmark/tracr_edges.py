@@ -1,4 +1,4 @@
-"""Read the edges of a compiled program from its weights, and measure the effects of cutting them.
+"""Read the edges of a compiled program from its weights.
 
 Tracr (Lindner, Kramár, Farquhar, Rahtz, McGrath and Mikulik, "Tracr: Compiled Transformers as a
 Laboratory for Interpretability", 2023) gives every variable of a RASP program its own axes of the
@@ -29,7 +29,7 @@ redundant, and in these programs cutting all redundant edges at once changes no 
 Weights have TransformerLens' names. The module uses only NumPy.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -82,45 +82,6 @@ def true_edges(weights: Weights) -> dict[Edge, list[int]]:
         if edge.reader in useful:
             useful.add(edge.writer)
     return {e: axes[e] for e in shared if e.writer in fed and e.reader in useful}
-
-
-def logits(
-    weights: Weights, tokens: npt.NDArray[np.int64], causal: bool, cut: Collection[Edge] = ()
-) -> Array:
-    """Return logits [batch, pos, d_out] for tokens [batch, pos], with some edges cut.
-
-    The reader of a cut edge gets all writers except this one; its changed output is then used.
-    """
-    written = {
-        "embed": weights["embed.W_E"][tokens] + weights["pos_embed.W_pos"][: tokens.shape[1]]
-    }
-    stream = written["embed"]
-    future = np.triu(np.ones((tokens.shape[1],) * 2, dtype=bool), 1) & causal
-
-    def read(reader: str, side: str) -> Array:
-        gone = [written[e.writer] for e in cut if (e.reader, e.side) == (reader, side)]
-        return stream - sum(gone) if gone else stream
-
-    for layer in range(n_layers(weights)):
-        attn = {x: weights[f"blocks.{layer}.attn.W_{x}"] for x in "QKVO"}
-        new = {}
-        for h in range(len(attn["Q"])):
-            name = f"L{layer}H{h}"
-            q, k, v = (read(name, side) @ attn[side.upper()][h] for side in "qkv")
-            scores = np.where(future, -np.inf, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]))
-            pattern = np.exp(scores - scores.max(-1, keepdims=True))
-            new[name] = pattern / pattern.sum(-1, keepdims=True) @ v @ attn["O"][h]
-        stream = stream + sum(new.values())
-        written |= new
-        W_in, W_out = (weights[f"blocks.{layer}.mlp.W_{x}"] for x in ("in", "out"))
-        new = {}
-        for n in range(W_in.shape[1]):
-            name = f"L{layer}N{n}"
-            post = np.maximum(read(name, "in") @ W_in[:, n], 0)
-            new[name] = post[..., None] * W_out[n]
-        stream = stream + sum(new.values())
-        written |= new
-    return read("output", "in") @ weights["unembed.W_U"]
 
 
 def _stages(weights: Weights) -> Iterator[list[str]]:

@@ -2,13 +2,13 @@
 
 The twins were trained by strict interchange interventions (SIIT: Gupta et al., "InterpBench: Semi-
 Synthetic Transformers for Evaluating Mechanistic Interpretability Techniques", 2024);
-`twin_design.py` has their design. Each program has a twin for each of `SEEDS`. The ground truth is
-the design. A head or neuron is true if it has a counterpart in the program and is *alive*: its
-output is not 0 on all inputs (some neurons with relu die in training). An edge is true if both its
-ends are true (or `embed`, `output`), and the program has an edge between the counterparts, on the
-same side. A part or an edge changes a logit if removing it changes one by more than `LEAST`, a
-tenth of the difference between right and wrong outputs. Training is not perfect: `faithfulness` is
-the measured share of outputs that are right after interventions.
+`analyses/tools/README.md` says how. Each program has a twin for each of `SEEDS`. The ground truth
+is the design (`design_of`). A head or neuron is true if it has a counterpart in the program and is
+*alive*: its output is not 0 on all inputs (some neurons with relu die in training). An edge is true
+if both its ends are true (or `embed`, `output`), and the program has an edge between the
+counterparts, on the same side. A part or an edge changes a logit if removing it changes one by more
+than `LEAST`, a tenth of the difference between right and wrong outputs. Training is not perfect:
+`faithfulness` is the measured share of outputs that are right after interventions.
 """
 
 import json
@@ -30,12 +30,17 @@ from analyses.benchmark.tasks import (
 )
 from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.tracr_models import TracrProgram
-from analyses.benchmark.twin_design import design_of, untrained
-from attn_only_lens.tl import HookedTransformer
+from attn_only_lens import HeadName
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 FOLDER = Path(__file__).parent / "twins"
 SEEDS = tuple(range(5))
 LEAST = 0.1
+MAPPED, OTHERS = 12, 8  # neurons of a layer with and without a counterpart
+D_MODEL, D_HEAD = 32, 8
+
+Part = tuple[int, str, tuple[int, ...]]
+"""A layer, "H" or "N", and indices: what interventions replace at once."""
 
 
 def names() -> list[str]:
@@ -47,6 +52,42 @@ def faithfulness(name: str, seed: int = 0) -> dict[str, float]:
     """Return the shares of outputs that are right, by kind of intervention."""
     card = json.loads((FOLDER / f"seed{seed}" / f"{name}.json").read_text("utf-8"))
     return dict(card["faithfulness"])
+
+
+def design_of(program: TracrProgram) -> list[tuple[Part, Part]]:
+    """Return pairs of a part of a program and a part of its twin; others have no counterpart."""
+    true = {edge.writer for edge in program.true_edges()} - {"embed"}
+    heads = [HeadName.parse(name) for name in sorted(true)]
+    pairs: list[tuple[Part, Part]] = []
+    for layer in range(program.model.cfg.n_layers):
+        of_layer = [x for x in heads if x.layer == layer]
+        pairs += [((layer, "H", (x.index,)),) * 2 for x in of_layer if x.kind == "attention"]
+        if neurons := tuple(x.index for x in of_layer if x.kind == "neuron"):
+            pairs.append(((layer, "N", neurons), (layer, "N", tuple(range(MAPPED)))))
+    return pairs
+
+
+def untrained(program: TracrProgram, seed: int) -> HookedTransformer:
+    """Return a transformer of the twin's sizes, in float32."""
+    cfg = program.model.cfg
+    return HookedTransformer(
+        HookedTransformerConfig(
+            n_layers=cfg.n_layers,
+            n_heads=cfg.n_heads + 1,
+            d_model=D_MODEL,
+            d_head=D_HEAD,
+            d_mlp=MAPPED + OTHERS,
+            d_vocab=cfg.d_vocab,
+            d_vocab_out=cfg.d_vocab_out,
+            n_ctx=cfg.n_ctx,
+            act_fn="relu",
+            normalization_type=None,
+            attention_dir=cfg.attention_dir,
+            seed=seed,
+            device="cpu",
+            model_name=f"twin-{program.name}",
+        )
+    )
 
 
 def load_twin(program: TracrProgram, seed: int = 0) -> HookedTransformer:
@@ -77,7 +118,7 @@ def problems(
 def truth_of_twin(program: TracrProgram, twin: HookedTransformer, edges: tuple[Edge, ...]) -> Truth:
     """Return the truth of a twin."""
     counterparts = {"embed": {"embed"}, "output": {"output"}}
-    for (layer, letter, indices), (twins_layer, _, twins_indices) in design_of(program).mapped:
+    for (layer, letter, indices), (twins_layer, _, twins_indices) in design_of(program):
         mapped = {f"L{layer}{letter}{i}" for i in indices}
         for i in set(twins_indices) & _alive(program, twin, twins_layer, letter):
             counterparts[f"L{twins_layer}{letter}{i}"] = mapped

@@ -53,13 +53,13 @@ _Key = TypeVar("_Key")
 
 
 def score_edges(
-    model: Any, prompts: Iterable[Int[Tensor, "pos"]], nodes: Sequence[str], exact: int = 0
+    model: Any, batches: Iterable[Int[Tensor, "batch pos"]], nodes: Sequence[str], exact: int = 0
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
     Args:
         model: a model with neuron-heads, in float64.
-        prompts: rows of tokens of any length.
+        batches: prompts, a batch for each length.
         nodes: names of heads and neurons.
         exact: how many of the edges with the highest scores are also cut exactly.
 
@@ -68,7 +68,9 @@ def score_edges(
         name), `reader` (a name or "output"), `kind` ("q", "k", "value", "in"), `score`, `local`
         (L), `node` (N; missing for "output"), and `exact` (missing for edges that were not cut).
     """
-    scoring = _Scoring(model, _by_length(prompts), resolve_sites(model, list(nodes)))
+    scoring = _Scoring(
+        model, sorted(batches, key=lambda x: x.shape[1]), resolve_sites(model, list(nodes))
+    )
     local = _sum_by_key(scoring.local())
     edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
     sizes = scoring.sizes()
@@ -81,14 +83,6 @@ def score_edges(
     wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
     cuts = _sum_by_key(scoring.exact(wanted))
     return edges.assign(exact=[cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()])
-
-
-def _by_length(prompts: Iterable[Tensor]) -> list[Int[Tensor, "batch pos"]]:
-    """Return one batch for each length, the shortest prompts first."""
-    rows: dict[int, list[Tensor]] = {}
-    for row in prompts:
-        rows.setdefault(len(row), []).append(row)
-    return [torch.stack(rows[length]) for length in sorted(rows)]
 
 
 def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:

@@ -16,11 +16,10 @@ pos x pos patterns. One layer of the naive method is measured, at a length that 
 """
 
 import gc
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,44 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from analyses.benchmarks.bench_peak_memory import OPERATIONS, model_of
-from analyses.tools.benching import MIB, conditions, leave, medians, page_name, speeds, table
+from analyses.benchmarks.models import model_of
+from analyses.tools.benching import (
+    MIB,
+    conditions,
+    in_new_process,
+    leave,
+    medians,
+    page_name,
+    peak_of,
+    speeds,
+    table,
+)
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import Bilinear, convert
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 
 HEADS_PER_NEURON = (1, 2, 4, 8)
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a hook point of a converted model is an attention pattern."""
+    return name.endswith("hook_pattern")
+
+
+def is_pattern_or_post(name: str) -> bool:
+    """Return whether a source model's hook point is an attention pattern or its neurons' output."""
+    return name.endswith(("hook_pattern", "mlp.hook_post"))
+
+
+OPERATIONS: dict[str, dict[str, dict[str, Any]] | None] = {
+    "forward, no hooks": None,
+    "cache everything": {"source": {}, "converted": {}},
+    "cache patterns": {
+        "source": {"names_filter": is_pattern_or_post},
+        "converted": {"names_filter": is_pattern},
+    },
+}
+"""The keyword arguments of `run_with_cache`, for each model."""
 
 
 def forward_flops(cfg: HookedTransformerConfig, pos: int) -> float:
@@ -102,23 +132,25 @@ def timing(
     return pd.DataFrame(rows)
 
 
-PEAK_MEMORY = "analyses.benchmarks.bench_peak_memory"
+@torch.no_grad()
+def peak(which: str, name: str, pos: int, device: str, smoke: bool) -> float:
+    """Return the peak memory of an operation in MiB, above the memory of the loaded model."""
+    model = model_of(device, smoke=smoke)
+    model = convert(model) if which == "converted" else model
+    model(torch.zeros((1, 2), dtype=torch.long, device=device))  # one-time allocations happen here
+    tokens = torch.arange(pos, device=device)[None] % model.cfg.d_vocab
+    options = OPERATIONS[name]
+    return peak_of(operation(model, tokens, options and options[which]), device)[1]
 
 
 def peak_memory(lengths: list[int], device: str, smoke: bool) -> pd.DataFrame:
     """Return the peak memory above the loaded models, each figure from a separate process."""
     rows = []
-    for pos in lengths:
-        for name in tqdm(
-            list(OPERATIONS)[-1:] if smoke else OPERATIONS, desc="memory", leave=False
-        ):
-            row: dict[str, Any] = {"operation": name, "pos": pos}
-            for which in ("source", "converted"):
-                command = [sys.executable, "-m", PEAK_MEMORY, which, name, str(pos), device]
-                command += ["--smoke"] if smoke else []
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                row[f"{which} MiB"] = float(done.stdout.split()[-1])
-            rows.append(row)
+    for pos, name in tqdm(list(product(lengths, OPERATIONS)), desc="memory", leave=False):
+        row: dict[str, Any] = {"operation": name, "pos": pos}
+        for which in ("source", "converted"):
+            row[f"{which} MiB"] = in_new_process(peak, which, name, pos, device, smoke)
+        rows.append(row)
     frame = pd.DataFrame(rows)
     return frame.assign(ratio=frame["converted MiB"] / frame["source MiB"])
 

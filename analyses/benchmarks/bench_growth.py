@@ -13,29 +13,29 @@ draws the new entries itself ("grow, zeros" draws none).
     python -m analyses.benchmarks.bench_growth --out analyses/results
 """
 
-import math
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
 
-from analyses.benchmarks.bench_peak_memory import (
-    GPT2_SMALL,
-    TINY,
-    held_and_peak,
-    model_of,
-    reset_peak,
+from analyses.benchmarks.models import GPT2_SMALL, TINY, model_of
+from analyses.tools.benching import (
+    MIB,
+    in_new_process,
+    leave,
+    machine,
+    medians,
+    page_name,
+    peak_of,
+    table,
 )
-from analyses.tools.benching import MIB, leave, machine, medians, page_name, table
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import grow, growth
 from attn_only_lens.tl import HookedTransformer
@@ -66,21 +66,7 @@ def call_of(name: str, model: HookedTransformer, sizes: dict[str, int]) -> Calla
 def peak(name: str, device: str, smoke: bool) -> float:
     """Return the peak memory of one call in MiB, above the memory held before it."""
     model, sizes = model_of(device, smoke=smoke), TINY_GROWN if smoke else GROWN
-    call = call_of(name, model, sizes)
-    reset_peak(device)
-    before, _ = held_and_peak(device)
-    kept = call()
-    _, most = held_and_peak(device)
-    del kept
-    return (most - before) / MIB
-
-
-def peak_apart(name: str, device: str, smoke: bool) -> float:
-    """Return `peak` from a new process."""
-    command = [sys.executable, "-m", __spec__.name, "--peak", name, "--device", device]
-    command += ["--smoke"] if smoke else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    return peak_of(call_of(name, model, sizes), device)[1]
 
 
 @torch.no_grad()
@@ -101,9 +87,9 @@ def report(device: str, smoke: bool) -> str:
         name: sum(t.nbytes for t in m.parameters()) / MIB
         for name, m in (("source", model), ("grown", grown))
     }
-    measured = CALLS[-1:] if smoke else CALLS  # every call starts a process, which takes seconds
     peaks = {
-        name: peak_apart(name, device, smoke) for name in tqdm(measured, "memory", leave=False)
+        name: in_new_process(peak, name, device, smoke)
+        for name in tqdm(CALLS, "memory", leave=False)
     }
     copying, bytes_grown = took["copy the grown weights"], held["grown"]
     frame = pd.DataFrame(
@@ -111,8 +97,8 @@ def report(device: str, smoke: bool) -> str:
             "call": name,
             "seconds": took[name] / 1e3,
             "of copying the grown weights": took[name] / copying,
-            "peak MiB": peaks.get(name, math.nan),
-            "of the grown weights": peaks.get(name, math.nan) / bytes_grown,
+            "peak MiB": peaks[name],
+            "of the grown weights": peaks[name] / bytes_grown,
         }
         for name in CALLS
     )
@@ -146,17 +132,11 @@ The grown model's logits differ from the source's by {error:.1e} of the largest 
 def main(
     out: Out = Path("out/bench"),
     device: Device = "cpu",
-    peak_of: Annotated[
-        str, typer.Option("--peak", help="print the peak of this call in MiB, and nothing else")
-    ] = "",
     smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_growth.md`."""
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    if peak_of:
-        typer.echo(f"{peak(peak_of, device, smoke):.1f}")
-        return
     text = report(device, smoke)
     typer.echo(text)
     settings = {"device": device, "smoke": smoke}

@@ -1,11 +1,10 @@
 """Measure the cost of patching: ours, a skilled user's code, batched hooks, TransformerLens' loop.
 
-The model has GPT-2 small's shape and random weights, as a transformers model in a TransformerBridge
-or as a HookedTransformer (`--model hooked`), or is a Hugging Face model in a folder (`--folder`). A
-site is one neuron at one position (or at all positions). Only sites that can have an effect are
-patched and counted: positions starting at the first token that differs between the prompts, and in
-the last layer only the position that the metric reads. Four methods alternate in one process, on
-one thread:
+The model has GPT-2 small's shape and random weights, as a transformers model in a
+TransformerBridge. A site is one neuron at one position (or at all positions). Only sites that can
+have an effect are patched and counted: positions starting at the first token that differs between
+the prompts, and in the last layer only the position that the metric reads. Four methods alternate
+in one process, on one thread:
 
     ours              `activation_patch`: tests, recordings and patches
     skilled           record both runs once; for every site add Δz · W_out to the residual stream
@@ -39,31 +38,27 @@ import os
 import random
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import pandas as pd
 import torch
-import transformers
 import typer
 from matplotlib.figure import Figure
 from torch import Tensor
-from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformer_lens.patching import generic_activation_patch
 from transformer_lens.utilities import get_act_name
 
-from analyses.benchmarks.bench_peak_memory import GPT2_SMALL, TINY, model_of
+from analyses.benchmarks.models import bridge_of
 from analyses.tools.benching import machine, table, wait
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import Contrast, Work, expose_neuron_heads, load
+from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
@@ -142,33 +137,10 @@ def sample(sites: pd.DataFrame, number: int) -> pd.DataFrame:
     return sites.iloc[:: max(1, len(sites) // number)].reset_index(drop=True)
 
 
-def gpt2_of(*, smoke: bool, **changes: int) -> transformers.GPT2LMHeadModel:
-    """Return a transformers model with the same shape as `model_of`."""
-    sizes = (TINY if smoke else GPT2_SMALL) | changes
-    names = {"n_layer": "n_layers", "n_embd": "d_model", "n_head": "n_heads", "n_inner": "d_mlp"}
-    names |= {"vocab_size": "d_vocab", "n_positions": "n_ctx"}
-    config = transformers.GPT2Config(
-        **{hf_name: sizes[name] for hf_name, name in names.items()},
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
-
-
-def bridge_of(device: str, *, smoke: bool, **changes: int) -> TransformerBridge:
-    """Return the model from `gpt2_of` as a bridge."""
-    model = gpt2_of(smoke=smoke, **changes).to(device)
-    return build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
-
-
 def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
     """Return the flops of all sites, by the formula in the module docstring."""
-    key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
-    matrices = 3 if getattr(cfg, "gated_mlp", False) else 2
-    of_keys = 2 * cfg.d_model * cfg.d_head * key_heads
-    parameters = of_keys + 2 * cfg.d_model * cfg.d_head * cfg.n_heads
-    parameters += cfg.d_model * cfg.d_mlp * matrices
+    of_keys = 2 * cfg.d_model * cfg.d_head * cfg.n_heads
+    parameters = 2 * of_keys + 2 * cfg.d_model * cfg.d_mlp
     start, end = sites["pos"].where(sites["pos"] >= 0, task.first), task.n_pos
     seen = (end * (end + 1) - start * (start + 1)) / 2  # Σ i
     attention = 4 * cfg.n_heads * cfg.d_head
@@ -218,15 +190,11 @@ def skilled(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -
 
 @contextmanager
 def later_blocks(model: Any) -> Iterator[Callable[[int, Tensor], Tensor]]:
-    """Yield a function that runs a model's layers starting at a given layer, without the last norm.
+    """Yield a function that runs a bridge from a given layer on, without the last norm.
 
     A bridge has no `start_at_layer`. So its blocks are called directly, with the arguments that
     the first block gets when the whole model runs.
     """
-    if not isinstance(model, TransformerBridge):
-        end = model.cfg.n_layers
-        yield lambda layer, stream: model(stream, start_at_layer=layer, stop_at_layer=end)
-        return
     options: dict[str, Any] = {}
 
     def note(block: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -395,7 +363,7 @@ def measure(source: Any, task: Task, rounds: int, device: str, *, smoke: bool) -
 
 def fit(rows: pd.DataFrame) -> pd.DataFrame:
     """Return fixed and marginal costs in seconds, by task and method: medians over rounds."""
-    keys = ["model", "sites", "tokens", "first", "way"]
+    keys = ["sites", "tokens", "first", "way"]
     fits = []
     for names, of_round in rows.groupby([*keys, "round"], sort=False):
         few, many = of_round.sort_values("n").itertuples()
@@ -441,8 +409,7 @@ def tables(fits: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def figure(fits: pd.DataFrame) -> Figure:
-    """Draw the cost of a sweep by its number of sites, one panel per task of the first model."""
-    fits = fits[fits["model"] == fits["model"].iloc[0]]
+    """Draw the cost of a sweep by its number of sites, one panel per task."""
     tasks = list(fits.groupby(["sites", "tokens", "first"], sort=False))
     picture = Figure(figsize=(3.4 * len(tasks), 3.2), layout="constrained")
     panels = picture.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
@@ -461,45 +428,40 @@ def figure(fits: pd.DataFrame) -> Figure:
 
 def page(fits: pd.DataFrame, about: str) -> str:
     """Return the page, computed only from the fits."""
-    parts = [about]
-    for kind, of_kind in fits.groupby("model", sort=False):
-        marginal, fixed = tables(of_kind)
-        parts.append(f"## {kind}\n\n### One more site\n\n{table(marginal)}")
-        parts.append(f"### Before the first site\n\n{table(fixed)}")
-    return "\n\n".join(parts) + "\n"
+    marginal, fixed = map(table, tables(fits))
+    return f"""{about}
+
+## TransformerBridge
+
+### One more site
+
+{marginal}
+
+### Before the first site
+
+{fixed}
+"""
 
 
 def main(
     out: Out = Path("out/bench"),
     device: Device = "cpu",
-    model: Annotated[
-        Literal["bridge", "hooked", "both"], typer.Option(help="a bridge, a HookedTransformer")
-    ] = "bridge",
-    folder: Annotated[Path | None, typer.Option(help="a model of Hugging Face instead")] = None,
     rounds: Rounds = 3,
     smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `bench_patching.md`, its table, its figure and its record."""
-    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started, load_then = time.perf_counter(), os.getloadavg()[0]
     torch.set_num_threads(1)
-    kinds = ["bridge", "hooked"] if model == "both" else [model]
+    source = bridge_of(device, smoke=smoke)
+    source.requires_grad_(False)
     frames = []
-    for kind in kinds:
-        if folder is not None:
-            source: Any = load(folder, device=device)
-        else:
-            source = (bridge_of if kind == "bridge" else model_of)(device, smoke=smoke)
-        source.requires_grad_(False)
-        for task in TASKS[:2] if smoke else TASKS:
-            small = replace(task, n_pos=15, first=task.first % 13) if smoke else task
-            frame = measure(source, small, rounds, device, smoke=smoke)
-            frames.append(frame.assign(model=type(source).__name__))
-            typer.echo(f"{kind}, {small}: measured after {time.perf_counter() - started:.0f} s")
+    for task in TASKS[:2] if smoke else TASKS:
+        small = replace(task, n_pos=15, first=task.first % 13) if smoke else task
+        frames.append(measure(source, small, rounds, device, smoke=smoke))
+        typer.echo(f"{small}: measured after {time.perf_counter() - started:.0f} s")
     rows = pd.concat(frames)
     fits = fit(rows)
     shape = "a tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
-    shape = f"trained weights of {folder.name}" if folder is not None else shape
     about = f"""# What patching costs
 
 {shape[0].upper()}{shape[1:]}, float32, batch 1. A site is one neuron's `part="z"` at one position
@@ -527,11 +489,8 @@ Machine: {machine(device)}.
 Made by `python -m analyses.benchmarks.bench_patching`."""
     text = page(fits, about)
     typer.echo(text)
-    settings = {"models": kinds, "folder": folder and folder.name, "rounds": rounds}
-    keep(
-        __file__, out, text, rows, figure(fits), started=started,
-        **settings, device=device, smoke=smoke,
-    )  # fmt: skip
+    settings = {"rounds": rounds, "device": device, "smoke": smoke}
+    keep(__file__, out, text, {"": rows}, {"": figure(fits)}, started=started, **settings)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ libraries by a small call on a tiny model. Then the process runs the call once, 
 of the model, and reports the peak memory above the exposed model (for `expose`, above the model).
 If the call took less than 10 s, it runs twice more without the tests, and the time is the shorter
 of the two. Times are processor time. An axis ends before a measurement that would take longer than
-`--limit` seconds; `--add` with a larger limit adds the missing measurements.
+`--limit` seconds.
 
 A slope is the exponent k in cost = c nᵏ, by least squares on logarithms, over all sizes; the last
 slope uses only the two largest sizes, where fixed costs matter least. Costs of 10⁷ sites are
@@ -31,7 +31,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,9 +41,9 @@ import torch
 import typer
 from matplotlib.figure import Figure
 
-from analyses.benchmarks.bench_patching import METRIC, bridge_of
-from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
-from analyses.tools.benching import MIB, conditions, markdown, seconds, table
+from analyses.benchmarks.bench_patching import METRIC
+from analyses.benchmarks.models import bridge_of
+from analyses.tools.benching import conditions, in_new_process, markdown, peak_of, seconds, table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import Contrast, Work, expose_neuron_heads
@@ -196,22 +196,20 @@ def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
     if not smoke:
         run(exposed(), Point(point.call, tokens=8, sites=5), device)  # loads libraries
     model = exposed(n_layers=point.layers, n_ctx=512, **({} if smoke else SHAPE))
-    reset_peak(device)
-    before, _ = held_and_peak(device)
-    start = seconds(device)
-    number = run(model, point, device)
-    first = seconds(device) - start
-    _, peak = held_and_peak(device)
-    times = []
-    for _ in range(2 if first < REPEATED and not smoke else 0):
+
+    def timed() -> tuple[int, float]:
         start = seconds(device)
-        run(model, point, device)
-        times.append(seconds(device) - start)
+        number = run(model, point, device)
+        return number, seconds(device) - start
+
+    (number, first), peak = peak_of(timed, device)
+    n_more = 2 if first < REPEATED and not smoke else 0
+    times = [timed()[1] for _ in range(n_more)]
     return {
         "counted sites": number,
         "first, s": first,
         "seconds": min(times, default=first),
-        "peak MiB": (peak - before) / MIB,
+        "peak MiB": peak,
     }
 
 
@@ -225,26 +223,19 @@ def points(call: str, axis: str, sizes: tuple[int, ...], *, smoke: bool) -> Iter
         yield replace(base, **{axis: size})
 
 
-def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> pd.DataFrame:
-    """Return a row per measurement, from the kept table or from a new process."""
-    known = {(row["call"], row["axis"], row["size"]): row for row in kept.to_dict("records")}
+def measured(device: str, limit: float, *, smoke: bool) -> pd.DataFrame:
+    """Return a row per measurement, each from a new process."""
     rows: list[dict[str, Any]] = []
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        for call in CALLS:
-            for axis, sizes in (SMOKE if smoke else AXES).items():
-                last: tuple[int, float] | None = None
-                for point in points(call, axis, sizes, smoke=smoke):
-                    size = getattr(point, axis)
-                    row = known.get((call, axis, size))
-                    expected = last[1] * size / last[0] if last else 0.0
-                    if row is None and (expected > limit or not possible(point, smoke)):
-                        break
-                    row = row or pool.apply(measure, (point, device, smoke))
-                    rows.append({"call": call, "axis": axis, "size": size} | row)
-                    last = size, row["seconds"]
-                    typer.echo(f"{call}, {size} {axis}: {row['seconds']:.3g} s")
+    for call, (axis, sizes) in product(CALLS, (SMOKE if smoke else AXES).items()):
+        expected = 0.0
+        for point in points(call, axis, sizes, smoke=smoke):
+            size = getattr(point, axis)
+            if expected * size > limit or not possible(point, smoke):
+                break
+            row = in_new_process(measure, point, device, smoke, preload=PRELOADED)
+            rows.append({"call": call, "axis": axis, "size": size} | row)
+            expected = row["seconds"] / size
+            typer.echo(f"{call}, {size} {axis}: {row['seconds']:.3g} s")
     return pd.DataFrame(rows)
 
 
@@ -366,23 +357,14 @@ def main(
     out: Out = Path("out/bench"),
     device: Device = "cpu",
     limit: Annotated[float, typer.Option(help="the longest measurement, in seconds")] = 45,
-    add: Annotated[bool, typer.Option(help="keep the measurements of the table in --out")] = False,
     smoke: Smoke = False,
 ) -> None:
     """Measure, print, and write `growth_of_cost.md`, its table, its figure and its record."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     about = conditions(device)
-    kept = pd.read_csv(out / "growth_of_cost.csv") if add else pd.DataFrame()
-    rows = measured(device, limit, kept, smoke=smoke)
+    rows = measured(device, limit, smoke=smoke)
     shape = "a tiny model (--smoke)" if smoke else "d_model 224, 7 heads, d_mlp 896"
-    earlier = ""
-    if add:
-        earlier = (
-            f"{len(kept)} of these measurements are of earlier runs on this machine, "
-            "some of them cut off: the time and the peak of a row may be of two processes with "
-            "the same call, and empty cells were not measured.\n"
-        )
     text = page(
         rows,
         f"""# How cost grows
@@ -394,11 +376,11 @@ every head at every position, `neuron_statistics` every neuron. Each measurement
 its own, after a small call that loads libraries. Times are those of a repeated call, which
 remembers its tests of the model, except if the first takes more than {REPEATED:g} s;
 [growth_of_cost.csv](growth_of_cost.csv) has both. {about}
-{earlier}Made by `python -m analyses.benchmarks.growth_of_cost{" --add" if add else ""}`.""",
+Made by `python -m analyses.benchmarks.growth_of_cost`.""",
     )
     typer.echo(text)
-    settings = {"device": device, "smoke": smoke, "limit": limit, "kept": len(kept)}
-    keep(__file__, out, text, rows, figure(rows), started=started, **settings)
+    settings = {"device": device, "smoke": smoke, "limit": limit}
+    keep(__file__, out, text, {"": rows}, {"": figure(rows)}, started=started, **settings)
 
 
 if __name__ == "__main__":

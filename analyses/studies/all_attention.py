@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 from torch import Tensor
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.studies import all_attention_models as forms
 from analyses.studies import attention_only_models as models
@@ -30,8 +29,8 @@ from analyses.studies.all_attention_models import AllAttentionModel, Layer, dire
 from analyses.studies.attention_only_models import AllAttention, Neurons, sublayers_of
 from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text, late, slug, train
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as english
-from analyses.tools.resumable import claim
+from analyses.tools import small_english as english
+from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, neuron_gate
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.exact import GATES
@@ -128,8 +127,7 @@ def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     weights, asked = forms.weights_of(model), english.questions(sizes.text.prompts)[TASK]
     of = english.tokenizer()
     clean = of(asked.clean[0], return_tensors="pt")["input_ids"][0]
-    plain = models.in_package(mlp.double())
-    bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
+    bridge = english.bridged(models.in_package(mlp.double()))
     few = torch.tensor([3, 1, 4, 1, 5, 9])
     cs = CS_OF_SMOKE if sizes is SMOKE else CS
     memory = [
@@ -396,8 +394,7 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
         claim, p = f"layer {number}: p_n = σ(a_n - log Z of all other rows)", weights[..., :N]
         yield compared("vectors", claim, "σ(a_n)", torch.stack(sigmoids, -1), p, a.sigmoid())
         head, vector = divmod(int(weights[:, -1, :N].argmax()), N)
-        entry = (head, slice(None), vector)
-        without = direct(model, text, forms.set_entry(number, "scores", entry, -torch.inf))
+        without = direct(model, text, deleted=(number, head, vector))
         p = weights[head, :, vector, None]
         zeroed_z = weights[head] @ values[head] - p * layer.value[head, vector]
         deleted_z = without.weights[number][head] @ values[head]

@@ -42,7 +42,7 @@ read; but each copy computes the whole softmax.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -55,17 +55,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import GPT2LMHeadModel
 
 from analyses.studies.attention_only_models import AllAttention
-from attn_only_lens.tl import (
-    HAS_HOOKED_TRANSFORMER,
-    HookedTransformer,
-    HookedTransformerConfig,
-    convert_tl_checkpoint,
-    quiet,
-)
+from attn_only_lens.tl import convert_tl_checkpoint
 
 NormName = Literal["LN", "RMS"]
 Split: TypeAlias = Sequence[tuple[int, int, int]]
-Edit: TypeAlias = Callable[[int, str, Tensor], Tensor]
 
 
 def neuron_layer(
@@ -187,12 +180,10 @@ class Direct:
     streams: list[Tensor]
 
 
-def direct(model: AllAttentionModel, text: Tensor, edit: Edit = lambda layer, part, x: x) -> Direct:
-    """Run a model on one text, [pos].
-
-    `edit` returns the edited "scores", "weights" [head, pos, vector + pos] or "values" [head,
-    vector + pos, d_head] of a layer.
-    """
+def direct(
+    model: AllAttentionModel, text: Tensor, deleted: tuple[int, int, int] | None = None
+) -> Direct:
+    """Run a model on one text, [pos]; a persistent vector (layer, head, vector) can be deleted."""
     pos, N = len(text), model.n_vectors
     x = model.W_E[text] + model.W_pos[:pos]
     seen = torch.ones(pos, N + pos, dtype=torch.bool).tril(N)
@@ -204,28 +195,15 @@ def direct(model: AllAttentionModel, text: Tensor, edit: Edit = lambda layer, pa
         )
         k, values = torch.cat([layer.key, k], dim=1), torch.cat([layer.value, v], dim=1)
         scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
-        scores = edit(number, "scores", scores)
-        weights = edit(number, "weights", scores.softmax(-1))
-        values = edit(number, "values", values)
+        if deleted is not None and number == deleted[0]:
+            scores[deleted[1], :, deleted[2]] = -torch.inf
+        weights = scores.softmax(-1)
         x = x + (weights @ values @ layer.W_O).sum(0) + layer.b_O
         run.scores.append(scores.detach())
         run.weights.append(weights.detach())
         run.streams.append(x)
     last = normalised(x, model.norm, model.eps) * model.gain + model.shift
     return replace(run, logits=last @ model.W_U)
-
-
-def set_entry(layer: int, part: str, index: tuple[int, ...], value: Any) -> Edit:
-    """Return an edit that sets one entry of a part of a layer to a number or a vector."""
-
-    def edit(number: int, name: str, x: Tensor) -> Tensor:
-        if (number, name) != (layer, part):
-            return x
-        x = x.clone()
-        x[index] = value
-        return x
-
-    return edit
 
 
 @torch.no_grad()
@@ -371,31 +349,17 @@ def _written(
 
 
 def loaded(
-    model: AllAttentionModel,
-    c: float = 1e3,
-    *,
-    corrected: bool = True,
-    split: Split = (),
-    dtype: torch.dtype = torch.float64,
-) -> Any:
-    """Return the model with memory tokens, as TransformerLens loads it.
+    model: AllAttentionModel, c: float = 1e3, *, corrected: bool = True, split: Split = ()
+) -> TransformerBridge:
+    """Return the model with memory tokens in float64, as TransformerLens loads it.
 
-    Other arguments are those of `as_memory_tokens`; weights are computed in float64. The result is
-    a TransformerBridge from `boot_native` with transformer-lens 4; with 3.9, a HookedTransformer.
+    Arguments are those of `as_memory_tokens`.
     """
     cfg, state = as_memory_tokens(model, c, corrected=corrected, split=split)
-    if HAS_HOOKED_TRANSFORMER:
-        with quiet():
-            made = HookedTransformer(
-                HookedTransformerConfig(**cfg, dtype=dtype, init_weights=False, device="cpu")
-            )
-        missing, unexpected = made.load_state_dict(state, strict=False)
-        missing = [name for name in missing if not name.endswith(("mask", "IGNORE"))]
-        if missing or unexpected:
-            raise ValueError(f"got no weights {missing}, and unknown weights {unexpected}")
-        return made.to(dtype).eval()
     config = TransformerBridgeConfig(**cfg, init_weights=False)
-    bridge = TransformerBridge.boot_native(config, dtype=dtype, model_name=cfg["model_name"])
+    bridge = TransformerBridge.boot_native(
+        config, dtype=torch.float64, model_name=cfg["model_name"]
+    )
     bridge.load_state_dict(convert_tl_checkpoint(state, config), strict=True)
     return bridge.eval()
 

@@ -26,8 +26,7 @@ from tqdm import tqdm
 from analyses.study import Setting, Study, Tables
 from analyses.tools import brackets
 from analyses.tools.benching import markdown
-from analyses.tools.real_models import trained
-from analyses.tools.token_pairs import LENGTH, pairs
+from analyses.tools.real_models import pairs, trained
 from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.directions import DIRECTIONS
@@ -55,19 +54,17 @@ def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast], list[
     def drawn(model: Any, tokens: Tensor, n: int, seed: int) -> list[Contrast]:
         return list(pairs(model, tokens, n, seed))
 
-    of_repairs, of_methods = (1, 2) if setting.smoke else N_PAIRS.values()
+    of_repairs, of_methods = (1, 1) if setting.smoke else N_PAIRS.values()
     classifier = expose_neuron_heads(brackets.load().to(setting.device)).model
     some = islice(brackets.pairs(classifier, 1), of_repairs)
     yield "brackets", classifier, [Contrast(*pair, brackets.BALANCED) for pair in some], []
     if not setting.smoke:
-        source = pretrained.small_english(setting.device, torch.float64, hooked=True)
+        source = pretrained.small_english(setting.device, torch.float64)
         encoded = [source.to_tokens(text)[0, :12] for text in pretrained.small_english_texts()]
         tokens = torch.stack([ids for ids in encoded if len(ids) == 12])
         english = expose_neuron_heads(source).model
         yield "small_english", english, drawn(english, tokens, of_repairs, 1), []
-    for name, source, tokens in trained(
-        setting.models, LENGTH, setting.device, smoke=setting.smoke
-    ):
+    for name, source, tokens in trained(setting.models, setting.device, smoke=setting.smoke):
         model = expose_neuron_heads(source).model
         # A one-layer model is nearly linear.
         n = 0 if source.cfg.n_layers == 1 else of_repairs // FEW.get(name, 1)

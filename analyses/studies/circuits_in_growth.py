@@ -56,9 +56,9 @@ from analyses.tools.english_runs import (
     run,
     step_flops,
 )
-from analyses.tools.resumable import claim
+from analyses.tools.small_english import questions, tokenizer
 from analyses.tools.study_files import as_csv, as_stored, said, t_interval
-from analyses.tools.train_small_english import questions, tokenizer
+from analyses.tools.training import claim
 from attn_only_lens import grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read

@@ -30,14 +30,12 @@ import torch
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap, spearmanr
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
 from analyses.tools.benching import table
-from analyses.tools.real_models import trained
+from analyses.tools.real_models import pairs, trained
 from analyses.tools.study_files import t_interval
-from analyses.tools.token_pairs import LENGTH, pairs
 from attn_only_lens import (
     Contrast,
     HeadName,
@@ -111,9 +109,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
         return [Contrast(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
 
     if setting.smoke:
-        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model()
-        tiny: Any = build_bridge_from_module(module, "LlamaForCausalLM", hf_config=module.config)
-        tiny.tokenizer = small.tokenizer()
+        tiny = small.bridged(small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model())
         english = expose_neuron_heads(tiny).model
     else:
         english = expose_neuron_heads(pretrained.small_english(), copy=True).model
@@ -126,7 +122,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
     yield Subject("small_english", english, written(few), many)
     if setting.smoke:
         return
-    for name, source, tokens in trained(setting.models, LENGTH, setting.device, smoke=False):
+    for name, source, tokens in trained(setting.models, setting.device, smoke=False):
         if name.startswith("modular"):  # a one-layer model
             continue
         model = expose_neuron_heads(source).model
@@ -430,7 +426,7 @@ def ranked(model: Any, contrasts: list[Contrast]) -> Rows:
 
 def run(setting: Setting) -> Tables:
     """Measure all models."""
-    sizes = Sizes(nodes=11, edges=20, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
+    sizes = Sizes(nodes=11, edges=5, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
     measures = {
         "attributions": attributions,
         "rankings": rankings,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from analyses.benchmarks.bench_peak_memory import TINY, model_of
+from analyses.benchmarks.models import TINY, model_of
 from analyses.post import (
     Gauge,
     PlainLayer,

@@ -66,8 +66,8 @@ from tqdm import tqdm
 from analyses import study as frame
 from analyses.tools import circuit_measures as measures
 from analyses.tools.circuit_measures import Look, Question, is_neuron
-from analyses.tools.resumable import claim
 from analyses.tools.study_files import t_interval
+from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read_provenance
@@ -390,30 +390,24 @@ def without_neurons(runs: SeedRuns, arm: str) -> Iterator[dict[str, Any]]:
         for name, parameter in model.named_parameters()
     ]
     trained = {name: parameter.clone() for name, parameter, _ in pairs}
-    changes = []
-    for name, parameter, start in pairs:
-        new = is_new(name, parameter, n_old)
-        old = torch.ones_like(parameter, dtype=torch.bool) if new is None else ~new
-        changes.append((parameter - start)[old].abs().max().item())
-    about = {"old_change": max(changes)}
 
     def down() -> Iterator[tuple[str, Tensor]]:
         return ((n, x) for n, x in model.named_parameters() if "mlp.down_proj" in n)
 
     for _, weight in down():
         weight[:, n_old:] = 0
-    yield {"what": "removed"} | about | judged(model, runs.prompts)
+    yield {"what": "removed"} | judged(model, runs.prompts)
     for draw in range(runs.study.draws):
         generator = torch.Generator().manual_seed(draw)
         for name, weight in down():
             weight.copy_(trained[name])
             weight[:, torch.randperm(n_old, generator=generator)[: runs.study.neurons]] = 0
-        yield {"what": "random"} | about | judged(model, runs.prompts)
+        yield {"what": "random"} | judged(model, runs.prompts)
     for name, parameter, start in pairs:
         new = is_new(name, parameter, n_old)
         value = start if new is None else torch.where(new, trained[name], start)
         parameter.copy_(value)
-    yield {"what": "only new"} | about | judged(model, runs.prompts)
+    yield {"what": "only new"} | judged(model, runs.prompts)
 
 
 def looked(model: Any, questions: Mapping[str, Question], new: Collection[str] = ()) -> Look:

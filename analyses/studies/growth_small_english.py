@@ -29,7 +29,7 @@ the first run, and all arms were run again.)
 Where should new layers go? Two layers become four, with new layers at the bottom, in the middle, at
 the top, or above each old layer; the last also with copies (LLaMA Pro), and four from scratch.
 
-Measures: the loss on held-out text (`held_out_loss` in `train_small_english.py`), on the same 1,024
+Measures: the loss on held-out text (`held_out_loss` in `small_english.py`), on the same 1,024
 texts for all arms (during training, on the first 128), and the share of correct answers in eight
 tasks. Differences are paired by seed, with Student's 95 % interval. `step_flops` counts the flops
 of matrix products. All runs use one learning rate: the best of four for the full size of both
@@ -49,9 +49,9 @@ from tqdm import tqdm
 
 from analyses.study import Setting, Study, Tables
 from analyses.tools.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
-from analyses.tools.gradmax import grad_max, gradient_products
-from analyses.tools.resumable import claim
+from analyses.tools.gradmax import GradMax, gradient_products
 from analyses.tools.study_files import said, t_interval
+from analyses.tools.training import claim
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
@@ -97,7 +97,16 @@ SMOKE = Recipe(
     plan={"warmup": 2, "rows": 2, "check_every": 4, "save_every": 4},
     read=(3, 5),
     asked=2,
-    left_out=("zeros", "copies", "splits", "unequal", "middle", "spread", "spread, copies"),
+    left_out=(
+        "zeros",
+        "copies",
+        "pairs",
+        "splits",
+        "unequal",
+        "middle",
+        "spread",
+        "spread, copies",
+    ),
 )
 
 
@@ -159,7 +168,7 @@ def inits(trunk: Done) -> dict[str, Initialiser]:
     }
     if not trunk.model.cfg.gated_mlp:
         tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]
-        initialisers["GradMax"] = grad_max(gradient_products(trunk.model, tokens))
+        initialisers["GradMax"] = GradMax(gradient_products(trunk.model, tokens))
     return initialisers
 
 
@@ -308,13 +317,13 @@ def mean_curves(curves: pd.DataFrame) -> pd.DataFrame:
     return means[n == n.groupby(["part", "arm"]).transform("max")].reset_index()
 
 
-def fresh_steps(steps: int, betas: tuple[float, float] = (0.9, 0.98)) -> list[float]:
+def fresh_steps(steps: int) -> list[float]:
     """Return AdamW's steps for a new entry with a constant gradient, in units of the learning rate.
 
     Moments of a new entry start at zero. But torch counts steps per tensor, so the tensor's bias
     correction is already 1. (Each step of an old entry with a constant gradient is 1.)
     """
-    one, two = betas
+    one, two = 0.9, 0.98  # the betas of all runs
     return [(1 - one**k) / (1 - two**k) ** 0.5 for k in range(1, steps + 1)]
 
 

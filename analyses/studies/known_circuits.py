@@ -108,12 +108,15 @@ def run(setting: Setting) -> Tables:
     """
     folder = setting.runs / ("smoke" if setting.smoke else setting.device)
     folder.mkdir(parents=True, exist_ok=True)
+    costed = {("disguised", name) for name in COSTED}
+    if setting.smoke:
+        costed = {("compiled", COSTED[0])}
     parts: dict[str, list[pd.DataFrame]] = {part: [] for part in MEASURES}
     models = all_models(setting)
     for form, name, seed in tqdm(models, unit="model", leave=False):
         problem = cache(partial(problem_of, setting, form, name, seed))
         for part, measure in MEASURES.items():
-            if part == "cost" and (form != "disguised" or name not in COSTED):
+            if part == "cost" and (form, name) not in costed:
                 continue
             path = folder / f"{form}-{name}-{seed}-{part}.csv"
             if not path.exists():
@@ -132,7 +135,7 @@ def run(setting: Setting) -> Tables:
     tables = {
         "": judged.query(f"least == {LEAK}").drop(columns="least"),
         "leaks": leaks.reset_index(),
-        "bounds": bounds.coverage(every["sites"]).drop(columns="width"),
+        "bounds": bounds.coverage(every["sites"]),
         "cost": every["cost"],
     }
     rounded = {part: frame.round(DIGITS) for part, frame in tables.items()}

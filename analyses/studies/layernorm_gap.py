@@ -33,11 +33,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
 from analyses.tools.benching import table
 from attn_only_lens import growth, pretrained
 from attn_only_lens.growth import Axis, Weights
@@ -172,14 +171,12 @@ def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
             loss.backward()
             clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
-    module.eval()
-    return build_bridge_from_module(module, "GPT2LMHeadModel", hf_config=module.config)
+    return small.bridged(module.eval())
 
 
 def texts(model: Any, rows: int, pos: int) -> Tensor:
     """Return the beginnings of texts that none of the trained models has read."""
-    tokenizer = model.tokenizer or small.tokenizer()
-    ids = (tokenizer(text)["input_ids"] for text in pretrained.small_english_texts())
+    ids = (model.tokenizer(text)["input_ids"] for text in pretrained.small_english_texts())
     return torch.tensor(
         [ids_of_text[:pos] for ids_of_text in ids if len(ids_of_text) >= pos][:rows]
     )
@@ -268,8 +265,7 @@ def run(setting: Setting) -> Tables:
     if setting.smoke:
         recipe = replace(recipe, n_layers=1, d_model=8, d_mlp=11, n_heads=2, steps=2, rows=2)
         ratios = [1.5, 2.0]
-        tiny = recipe.model().to(device)
-        llama: Any = build_bridge_from_module(tiny, "LlamaForCausalLM", hf_config=tiny.config)
+        llama = small.bridged(recipe.model().to(device))
     else:
         llama = pretrained.small_english(device)
     models = {

@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,10 +30,10 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.study import Setting, Study, Tables
-from analyses.tools import train_small_english as small
+from analyses.tools import small_english as small
+from analyses.tools.learn_mask import BATCH as BATCH_OF_MASK
 from analyses.tools.learn_mask import learn_mask
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
@@ -49,7 +49,7 @@ FIRST_FRESH, FIRST_BATCH = 10_000, 500  # the first seeds
 RARE = 0.02
 N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
 SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
-STEPS, MASK_BATCH, PASSES = 300, 24, 3  # of `learn_mask`; a backward pass costs two forward passes
+STEPS, PASSES = 300, 3  # of `learn_mask`; a backward pass costs two forward passes
 COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
 """The number of passes over all prompts; a backward pass counts twice."""
 
@@ -123,7 +123,7 @@ def intervals(sites: pd.DataFrame, truth: "pd.Series[float]") -> pd.DataFrame:
     return counted
 
 
-def between_tasks(model: Any, n: int) -> pd.DataFrame:
+def between_tasks(model: Any, n: int, n_tasks: int = 4) -> pd.DataFrame:
     """Return the faithfulness of each task's circuit on all tasks, at the last tokens."""
     make = {
         "agreement": agreement(model, n, 0),
@@ -131,7 +131,7 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
         "gender": tasks.agreement(model.tokenizer, n, feature="gender"),
         "indirect object": tasks.ioi(model.tokenizer, n),
     }
-    by_task = {}
+    make, by_task = dict(islice(make.items(), n_tasks)), {}
     for name, task in make.items():
         last = p.Sites(positions="end")
         by_task[name] = circuits.discover(model, task, sites=last, search=ALONE)
@@ -233,12 +233,11 @@ def arms(
                     row = {"sites": kind, "arm": f"{name}, {order}", "size": size}
                     yield row | {"passes": COST[name]} | judged(there, best[:size])
         for size in LEARNED[:1] if smoke else LEARNED:
-            started, steps = time.perf_counter(), 20 if smoke else STEPS
-            work = Work(prompts_at_once=MASK_BATCH, progress=f"mask of {size} {kind}")
-            how: dict[str, Any] = {"steps": steps, "groups": groups, "sites": sites, "work": work}
-            learned = learn_mask(model, training, size, **how)
+            started, steps = time.perf_counter(), 3 if smoke else STEPS
+            how: dict[str, Any] = {"steps": steps, "groups": groups, "sites": sites}
+            learned = learn_mask(model, training, size, label=f"mask of {size} {kind}", **how)
             row = {"sites": kind, "size": size, "seconds": time.perf_counter() - started}
-            row["passes"] = PASSES * steps * MASK_BATCH / len(training)
+            row["passes"] = PASSES * steps * BATCH_OF_MASK / len(training)
             rows = np.flatnonzero(learned.contains(frame))
             yield row | {"arm": "learned mask"} | judged(there, rows)
             yield row | {"arm": "learned mask, its own prompts"} | judged(here, rows)
@@ -260,7 +259,7 @@ def small_english(model: Any, *, smoke: bool) -> Iterator[dict[str, Any]]:
         ranking = p.attribution(model, training, sites=BY_ROLE, **how)
         here, there = (ablated_on(model, task, ranking.frame) for task in (training, held_out))
         found = circuits.discover(model, training, sites=BY_ROLE, search=ALONE)
-        steps = 20 if smoke else 100
+        steps = 3 if smoke else 100
         learned = learn_mask(model, training, len(found), steps=steps, sites=BY_ROLE)
         chosen = {
             f"secant, {order}": here.ranked(ranking, order)[: len(found)]
@@ -283,9 +282,7 @@ def run(setting: Setting) -> Tables:
         warnings.simplefilter("ignore")
         source: Any = pretrained.small_english()
         if smoke:
-            tiny = small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model()
-            how = {"hf_config": tiny.config, "tokenizer": source.tokenizer}
-            source = build_bridge_from_module(tiny, "LlamaForCausalLM", **how)
+            source = small.bridged(small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model())
         english = expose_neuron_heads(source.to(setting.device), copy=True).model
         truth = probabilities(english, 1 if smoke else N_FRESH)
         sites, batches = resampled(english, *((1, 2) if smoke else (BATCH, RESAMPLES)))
@@ -297,7 +294,7 @@ def run(setting: Setting) -> Tables:
         return {
             "": intervals(sites, truth),
             "batches": batches,
-            "transfer": between_tasks(english, 4 if smoke else BATCH),
+            "transfer": between_tasks(english, *((4, 2) if smoke else (BATCH,))),
             "agreement": pd.DataFrame(rows),
         }
 

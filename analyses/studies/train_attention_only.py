@@ -42,15 +42,13 @@ from tqdm import tqdm
 
 from analyses.studies import attention_only_models as models
 from analyses.study import RESULTS, Setting, Study, Tables
-from analyses.tools import resumable
-from analyses.tools import train_modular_addition as addition
-from analyses.tools import train_small_english as english
-from analyses.tools.growth_training import Training
+from analyses.tools import modular_addition as addition
+from analyses.tools import small_english as english
+from analyses.tools import training as loop
 from analyses.tools.study_files import t_interval
 
 SEED_OF_SEARCH = 100
 SEED_OF_LENGTHS = 101
-MOST_RATES = 8
 SATURATED = 0.05  # weights below this, or above 1 minus this, are saturated
 DEAD = 0.01  # relative to the mean strength in the head's layer
 BINS = 16
@@ -87,6 +85,7 @@ class Task:
     lrs: tuple[float, ...]  # the learning rates that are tried first
     warmup: int
     search_seeds: int = 1
+    most_rates: int = 8
     clip: float = float("inf")
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
@@ -240,8 +239,8 @@ class Tasks:
 
 
 SMOKE = Tasks(
-    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
-    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, search_seeds=1, modulus=7),
+    Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, most_rates=1, n_layers=1, rows=3, n_held_out=1, prompts=5),
+    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, most_rates=1, search_seeds=1, modulus=7),
     (2, 4, 8),
     1e-2,
 )
@@ -258,7 +257,7 @@ def train(
     """Return the model at the end of a run, and its curve; a finished run is read from a folder."""
     model = nn.Module.to(task.model(*task.neurons(arm), seed), device)
 
-    def step(training: Training, number: int) -> dict[str, int]:
+    def step(training: loop.Training, number: int) -> dict[str, int]:
         batch = task.batch(number, seed).to(device)
         training.optimizer.param_groups[0]["lr"] = lr * task.rate(number, steps)
         loss = task.loss(model, batch)
@@ -272,8 +271,8 @@ def train(
     def figures(model: Any) -> dict[str, float]:
         return task.held_out(model, seed)
 
-    curve = resumable.train(
-        Training(model, task.optimizer(model, lr), {}),
+    curve = loop.train(
+        loop.Training(model, task.optimizer(model, lr), {}),
         steps,
         folder,
         step,
@@ -408,12 +407,12 @@ class Trainer:
         """Return the loss at each learning rate that an arm tries, the mean over seeds.
 
         While the best rate is the lowest or the highest that was tried, half or twice this rate is
-        tried, up to MOST_RATES rates.
+        tried, up to `most_rates` rates.
         """
         rows: dict[float, dict[str, Any]] = {}
         task = getattr(self.tasks, name)
         lrs = set(task.lrs)
-        while lrs and len(rows) < MOST_RATES:
+        while lrs and len(rows) < task.most_rates:
             for lr in sorted(lrs):
                 curves = [
                     self.run(name, arm, SEED_OF_SEARCH + number, lr, task.search_steps)[1]
@@ -432,7 +431,7 @@ class Trainer:
 def run(setting: Setting) -> Tables:
     """Train and measure every arm with every seed."""
     tasks = SMOKE if setting.smoke else Tasks()
-    resumable.claim(setting.runs / "study.txt", f"{tasks!r}\n")
+    loop.claim(setting.runs / "study.txt", f"{tasks!r}\n")
     trainer = Trainer(tasks, setting.runs, setting.device)
     curves, rows, tried = [], [], []
     for name, arms in TRAINED.items():

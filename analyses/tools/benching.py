@@ -1,5 +1,6 @@
-"""Code that benchmarks and studies share: device, timing, machine, tables, and the run's record."""
+"""Code that benchmarks and studies share: time, memory, machine, tables, and the run's record."""
 
+import gc
 import hashlib
 import json
 import os
@@ -8,8 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -17,6 +19,7 @@ import torch
 from attn_only_lens.storage import write_text
 
 MIB = 2**20
+T = TypeVar("T")
 PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 
@@ -82,6 +85,40 @@ def seconds(device: str) -> float:
     """Return processor time, which is not affected by other work; on a GPU, wall time."""
     wait(device)
     return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def peak_of(call: Callable[[], T], device: str) -> tuple[T, float]:
+    """Return a call's result, and its peak memory in MiB above the memory that was held before."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        return result, (torch.cuda.max_memory_allocated(device) - before) / MIB
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak to current memory
+    before = _kib("VmRSS")
+    result = call()
+    return result, (_kib("VmHWM") - before) / 1024
+
+
+def _kib(name: str) -> int:
+    """Return a size of this process in KiB: "VmRSS" is held now, "VmHWM" is the peak."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def in_new_process(call: Callable[..., T], *arguments: Any, preload: Sequence[str] = ()) -> T:
+    """Return a call's result from a new process, so that a peak cannot hide in freed memory.
+
+    Args:
+        call: a function at the top of a module.
+        arguments: its arguments.
+        preload: modules that all new processes share, so that they are imported only once.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with context.Pool(1) as pool:
+        return pool.apply(call, arguments)
 
 
 def conditions(device: str) -> str:

@@ -29,12 +29,8 @@ Sources: "Attention-Only Transformers and Implementing MLPs with Attention Heads
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from analyses.tools.benching import markdown
-from attn_only_lens.errors import InputError
-
-_PROBLEM = "the heads of such a layer cannot be counted"
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,6 @@ class HeadCounts:
     d_mlp: int
     n_key_value_heads: int | None = None
     gated: bool = False
-
-    @property
-    def n_neuron_heads(self) -> int:
-        """The number of neuron-heads, one for each neuron."""
-        return self.d_mlp
 
     @property
     def attention_parameters(self) -> int:
@@ -112,15 +103,6 @@ class HeadCounts:
         return self.d_model + self.d_mlp + n_ctx + 1
 
 
-def head_counts(cfg: Any) -> HeadCounts:
-    """Return the counts of one layer, by the `cfg` of a model (stock, bridged or converted)."""
-    cfg = cfg.source_cfg() if hasattr(cfg, "source_cfg") else cfg
-    if cfg.d_mlp is None or getattr(cfg, "attn_only", False) or getattr(cfg, "num_experts", None):
-        raise InputError(["it has no MLPs, or a mixture of experts"], _PROBLEM)
-    sizes = (cfg.d_model, cfg.n_heads, cfg.d_head, cfg.d_mlp, cfg.n_key_value_heads)
-    return HeadCounts(*sizes, gated=bool(cfg.gated_mlp))
-
-
 MODELS = {
     "GPT-2 small": (HeadCounts(768, 12, 64, 3072), 1024),
     "GPT-3": (HeadCounts(12288, 96, 128, 49152), 2048),
@@ -142,8 +124,8 @@ def layers() -> str:
             [
                 name,
                 f"{counts.n_heads}",
-                f"{counts.n_neuron_heads:,}",
-                f"{counts.n_neuron_heads / counts.n_heads:.4g}",
+                f"{counts.d_mlp:,}",
+                f"{counts.d_mlp / counts.n_heads:.4g}",
                 f"{parameters:.3g}",
                 f"{n_ctx:,}",
                 f"{counts.neuron_head_flops / counts.mlp_flops:.4f}",

@@ -1,6 +1,6 @@
 """Shared: training runs on Small English in which models grow: transformers' models, in bridges.
 
-Texts, loss and questions are those of `train_small_english.py`; a batch depends only on the data
+Texts, loss and questions are those of `small_english.py`; a batch depends only on the data
 seed and the step number. The embedding and the unembedding are separate matrices (growth in width
 separates them anyway), so that a grown model and a full-size model have the same parameters.
 
@@ -24,17 +24,15 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
-from analyses.tools.growth_training import Training
-from analyses.tools.resumable import claim, put_back, train
-from analyses.tools.train_small_english import (
+from analyses.tools.small_english import (
     POOL,
     Recipe,
+    bridged,
     differences,
     held_out,
     held_out_loss,
@@ -43,7 +41,8 @@ from analyses.tools.train_small_english import (
     pool,
     questions,
 )
-from attn_only_lens import Contrast, grow, growth, pretrained
+from analyses.tools.training import Training, claim, put_back, train
+from attn_only_lens import Contrast, grow, growth
 from attn_only_lens.growth import Weights
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
@@ -141,18 +140,6 @@ class Done:
     model: TransformerBridge
     curve: pd.DataFrame
     training: Training
-
-
-@lru_cache(1)
-def _tokenizer() -> Any:
-    return pretrained.small_english().tokenizer
-
-
-def bridged(model: nn.Module) -> TransformerBridge:
-    """Return a bridge around a transformers model that reads Small English."""
-    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
-    bridge.tokenizer = _tokenizer()
-    return bridge
 
 
 @lru_cache(1)

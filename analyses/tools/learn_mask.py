@@ -18,7 +18,7 @@ The circuit with the smallest error on the validation prompts is returned.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,131 +27,90 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import COUNT, POSITIVE, as_plain, whole
 from attn_only_lens.circuits._discover import circuit_of, rank_sites
-from attn_only_lens.circuits.ablated_model import (
-    AblatedModel,
-    Ablation,
-    ablated_model,
-)
+from attn_only_lens.circuits.ablated_model import AblatedModel, ablated_model
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.engine.contrast import Contrast
-from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.positions import aligned, token_columns
 from attn_only_lens.engine.sites import Sites, SomeSites
-from attn_only_lens.errors import InputError
-from attn_only_lens.patching.estimate import Estimate, Method
-from attn_only_lens.work import Work, work_reasons
+from attn_only_lens.patching.estimate import Estimate
 
 _SHRINKING = 0.4  # the fraction of the steps, at the start, in which the circuit becomes smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
 _CHECKS = 16  # the number of evaluations on validation prompts during training
 _VALIDATION = 0.2  # the fraction of prompts used for validation
-_BATCH = 24  # the number of prompts in a step
+_CANDIDATES = 5  # times the size of the circuit
+BATCH = 24  # the number of prompts in a step
+_ABLATION = "resample"
 
 
-@warned_once()
 def learn_mask(
     model: Any,
     contrast: Contrast,
     n_sites: int,
     *,
-    steps: int = 400,
-    n_candidates: int | None = None,
+    steps: int,
     groups: Sequence[Hashable] | None = None,
-    method: Method = "integrated",
-    ablation: Ablation = "resample",
     sites: SomeSites = "all",
-    seed: int = 0,
-    work: Work = Work(progress=False),
+    label: str | None = None,
 ) -> Circuit:
     """Learn a circuit of a given size that preserves the metric on each prompt, and on new prompts.
 
     In contrast, `discover` finds a small circuit that preserves the metric's mean over the given
-    prompts. Each step costs three passes.
+    prompts. Each step costs three passes. The candidates are five times as many sites, those with
+    the largest |effect| by integrated gradients.
 
     Args:
-        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        contrast: five pairs of prompts or more, with `logit_diff(...)` or another differentiable
-            metric with a value for each prompt.
+        model: a model with exposed neuron-heads.
+        contrast: five pairs of prompts or more, with a metric that has a value for each prompt.
         n_sites: the size of the circuit.
-        steps: the number of training steps, 20 or more.
-        n_candidates: how many sites with the largest |effect| are candidates; by default five
-            times `n_sites`.
+        steps: the number of training steps.
         groups: a label for each pair, for instance its noun; a random fifth of the labels is used
             for validation. By default each pair has its own label.
-        method: how candidates are ranked; see `attribution`.
-        ablation: how other sites are ablated; see `discover`. Means are over a step's prompts.
         sites: the heads to choose from, and their positions; see `discover`. Other heads are never
             ablated.
-        seed: the seed of the validation prompts and of batches.
-        work: the number of prompts in a step (`prompts_at_once`; None for 24), and whether to show
-            a progress bar over the steps.
+        label: the label of a progress bar; None for no bar.
 
     Returns:
         The circuit, evaluated on all prompts. Its `tried` has one row per evaluation on the
         validation prompts, with columns `n_sites`, `faithfulness` and `error` (see `Evaluation`).
-
-    Raises:
-        InputError: with every reason: invalid settings; too few prompts or groups; an invalid
-            contrast or sites; ablating every site changes nothing.
     """
     pair, metric, sites = contrast.pair(model), contrast.metric, Sites.of(sites)
-    reasons = POSITIVE.reasons(n_sites=n_sites) + whole(20).reasons(steps=steps)
-    reasons += work_reasons(work, "batch_size", "resume")
-    reasons += POSITIVE.or_none.reasons(n_candidates=n_candidates) + COUNT.reasons(seed=seed)
-    if not (bound := as_metric(metric)).by_prompt:
-        reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")
-    groups = as_plain(range(len(pair.clean)) if groups is None else groups)
-    labels = list(map(str, groups)) if isinstance(groups, Iterable) else []
-    if len(labels) != len(pair.clean):
-        reasons.append(f"got {len(labels)} group labels; expected {len(pair.clean)}, one per pair")
-    elif len(set(labels)) < 5:
-        reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more")
-    InputError.raise_if(reasons, "no mask can be learned")
     if sites.positions == "each" and sites.split() is None:
         sites = replace(sites, positions=aligned(pair, "each"))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=list(contrast.roles))
-    ranking = rank_sites(model, contrast, sites, Estimate(method, budget=0))
+    ranking = rank_sites(model, contrast, sites, Estimate("integrated", budget=0))
     frame, effects = ranking.frame, ranking.effect.to_numpy()
-    most = len(frame) if n_candidates is None else min(n_candidates, len(frame))
-    if n_sites > most:
-        reason = f"got n_sites={n_sites}; expected at most {most}, the number of candidates"
-        raise InputError([reason], "no mask can be learned")
-    candidates = np.argsort(-abs(effects), kind="stable")[: n_candidates or 5 * n_sites]
+    candidates = np.argsort(-abs(effects), kind="stable")[: _CANDIDATES * n_sites]
 
     def ablate(some: Rows) -> AblatedModel:
         prompts = pair.of_prompts(some.tolist(), cut=False)
-        return AblatedModel(model, prompts, metric, frame, ablation=ablation)
+        return AblatedModel(model, prompts, metric, frame, ablation=_ABLATION)
 
-    training, validation = _split(labels, seed)
-    n_batches = math.ceil(len(training) / (work.prompts_at_once or _BATCH))
-    batches = list(map(ablate, np.array_split(training, n_batches)))
+    training, validation = _split(range(len(pair.clean)) if groups is None else groups)
+    batches = list(map(ablate, np.array_split(training, math.ceil(len(training) / BATCH))))
     search = _Training(batches, ablate(validation), candidates, n_sites)
-    label = work.progress if isinstance(work.progress, str) else None
-    with tqdm(total=steps, desc=label, disable=not work.progress) as bar:
-        for step in range(steps):
-            search.step(step / steps)
-            if step % max(1, steps // _CHECKS) == steps % max(1, steps // _CHECKS):
-                search.validate()
-            bar.update()
+    between = max(1, steps // _CHECKS)
+    for step in tqdm(range(steps), desc=label, disable=label is None):
+        search.step(step / steps)
+        if step % between == steps % between:
+            search.validate()
     search.validate()
     return circuit_of(
-        ablated_model(model, pair, metric, frame, ablation=ablation),
+        ablated_model(model, pair, metric, frame, ablation=_ABLATION),
         *(ranking, effects, search.circuit, search.tried),
         method="learned mask",
         wanted=None,
         columns=token_columns(pair),
-        ablation=ablation,
+        ablation=_ABLATION,
         candidates=sites,
     )
 
 
-def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
+def _split(labels: Sequence[Hashable], seed: int = 0) -> tuple[Rows, Rows]:
     """Return the indices of training and validation prompts, which have no label in common."""
     generator = np.random.default_rng(seed)
     names = list(dict.fromkeys(labels))

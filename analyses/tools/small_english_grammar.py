@@ -1,4 +1,4 @@
-"""Small English: the grammar that writes the text `train_small_english.py` trains on.
+"""Small English: the grammar that writes the texts.
 
 A text is a story of several sentences, a scene for indirect object identification with its
 continuation, or a list of random words in which parts are repeated. A model can learn the rules of

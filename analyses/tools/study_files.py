@@ -36,8 +36,8 @@ def keep(
     script: str,
     out: Path,
     page: str,
-    frame: pd.DataFrame | Mapping[str, pd.DataFrame],
-    picture: Figure | Mapping[str, Figure | str],
+    frames: Mapping[str, pd.DataFrame],
+    pictures: Mapping[str, Figure],
     *,
     started: float,
     **settings: Any,
@@ -48,19 +48,17 @@ def keep(
         script: the script's `__file__`.
         out: the folder.
         page: the page in Markdown.
-        frame: one table, or several by part (the part "" is NAME.csv).
-        picture: one figure, or several by part; a figure can also be the text of an SVG.
+        frames: tables by part; the part "" is NAME.csv.
+        pictures: figures by part.
         started: `time.perf_counter()` at the beginning.
         settings: the settings of the run.
     """
     name = Path(script).stem
-    frames = frame if isinstance(frame, Mapping) else {"": frame}
-    pictures = picture if isinstance(picture, Mapping) else {"": picture}
     made = {f"{name}.md": page}
     for part, text in as_csv(frames).items():
         made[f"{stem(name, part)}.csv"] = text
     for part, figure in pictures.items():
-        made[f"{stem(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
+        made[f"{stem(name, part)}.svg"] = svg(figure)
     leave(script, out, made, started=started, **settings)
 
 

@@ -6,7 +6,7 @@ from common import relative
 
 from analyses.studies import all_attention as study
 from analyses.studies import all_attention_models as constructions
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+from analyses.studies.attention_only_models import text_model
 
 NORMS = ("LN", "RMS", None)
 TEXT = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -15,7 +15,7 @@ SPLIT = [(1, 0, 2), (2, 1, 2), (1, 1, 4)]
 
 def close(norm):
     """Return the tolerance: TransformerLens 4 computes its own RMSNorm in float32."""
-    return 1e-6 if norm == "RMS" and not HAS_HOOKED_TRANSFORMER else 1e-13
+    return 1e-6 if norm == "RMS" else 1e-13
 
 
 def logits_of(host, model, text=TEXT):
@@ -63,8 +63,19 @@ def test_direct_computation_is_the_slow_loop(norm):
     model = study.drawn(norm)
     expected = by_loops(model, TEXT)
     assert relative(constructions.direct(model, TEXT).logits, expected) < 1e-13
-    moved = constructions.set_entry(1, "weights", (1, 3, 2), 0.0)
-    assert relative(constructions.direct(model, TEXT, moved).logits, expected) > 1e-6
+    without = constructions.direct(model, TEXT, deleted=(1, 1, 2))
+    assert relative(without.logits, expected) > 1e-6
+
+
+@torch.no_grad()
+def test_the_trained_model_is_the_slow_loop():
+    sizes = {"d_vocab": 11, "seed": 3, "n_layers": 2, "d_model": 6, "heads": 2}
+    trained = text_model("all-attention", 5, **sizes).double()
+    expected = by_loops(constructions.weights_of(trained), TEXT)
+    assert relative(trained(TEXT[None]).logits[0], expected) < 1e-13
+    moved = TEXT.clone()
+    moved[4] += 1  # a token changes no earlier token
+    assert torch.equal(trained(moved[None]).logits[0, :4], trained(TEXT[None]).logits[0, :4])
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -1,20 +1,14 @@
 """Tests of trained neuron-heads: their function, their counts, and the measures of the study."""
 
-import math
-
 import pytest
 import torch
 from common import needs_hooked_transformer, relative
 from oracles.definitions import Head
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-from transformers import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import attention_only_models as models
 from analyses.studies import train_attention_only as study
-from attn_only_lens import expose_neuron_heads, neuron_gate
 
 D, H, POS = 5, 3, 7
 TINY = {"text": study.SMOKE.text, "addition": study.SMOKE.addition}
@@ -65,49 +59,6 @@ def test_heads_are_masked_heads_of_the_paper(kind):
     assert relative(made(x), expected) > 1e-3
 
 
-def all_attention(n_vectors=5, n_heads=2, d_head=3):
-    torch.manual_seed(13)
-    config = GPT2Config(n_embd=n_heads * d_head, n_head=n_heads, attn_pdrop=0.0, resid_pdrop=0.0)
-    made = models.AllAttention(GPT2Attention(config), n_vectors).double()
-    for parameter in made.parameters():
-        parameter.data = torch.randn_like(parameter) / 2
-    return made
-
-
-def by_loops(made, text):
-    """Compute an all-attention layer on one text, one exponential after the other."""
-    n_heads, n_vectors, d_head = made.scaled_key.shape
-    q, k, v = (text @ made.c_attn.weight + made.c_attn.bias).split(n_heads * d_head, dim=1)
-    out = made.c_proj.bias.repeat(len(text), 1)
-    for head in range(n_heads):
-        of_head = slice(head * d_head, (head + 1) * d_head)
-        for t in range(len(text)):
-            pairs = [(k[s, of_head], v[s, of_head]) for s in range(t + 1)]
-            for n in range(n_vectors):
-                key = math.sqrt(d_head) * made.scaled_key[head, n]
-                pairs.append((key, math.sqrt(n_vectors) * made.scaled_value[head, n]))
-            weights = [math.exp(q[t, of_head] @ key / math.sqrt(d_head)) for key, _ in pairs]
-            z = sum(w * value for w, (_, value) in zip(weights, pairs, strict=True))
-            out[t] += z / sum(weights) @ made.c_proj.weight[of_head]
-    return out
-
-
-@torch.no_grad()
-def test_all_attention_is_one_softmax_over_text_and_vectors():
-    made, x = all_attention(), torch.randn(2, 7, 6, dtype=torch.float64)
-    expected = torch.stack([by_loops(made, text) for text in x])
-    assert relative(made(x)[0], expected) < 1e-13
-    pattern, (_, _, v) = made.pattern(x), made.rows(x)
-    assert pattern.shape == (2, 2, 7, 5 + 7)
-    z = (pattern @ v).transpose(1, 2).flatten(2)
-    assert relative(made.c_proj(z), expected) < 1e-13
-    moved = x.clone()
-    moved[:, 4] += 1  # a token changes no earlier token
-    assert torch.equal(made(moved)[0][:, :4], made(x)[0][:, :4])
-    made.scaled_key[1, 3, 2] += 0.1
-    assert relative(made(x)[0], expected) > 1e-4
-
-
 @pytest.mark.parametrize("kind", models.KINDS)
 @pytest.mark.parametrize("dense", [False, True])
 def test_flops_of_a_step_of_one_layer(kind, dense):
@@ -140,21 +91,3 @@ def test_the_theorem_is_the_mlp_step_for_step(task):
     # AdamW divides by the size of a gradient, rounded at 1e-16 of the largest, five times
     assert relative(trained["theorem"], trained["mlp"]) < 1e-9
     assert relative(trained["set free"], trained["mlp"]) > 1e-4
-
-
-@torch.no_grad()
-def test_the_theorem_comes_into_the_package():
-    """The package's exposed heads of a model with a SiLU MLP have the trained weights."""
-    task = TINY["text"]
-    model, tokens = task.model("theorem", 6, seed=1).double(), task.batch(0, 1)[:, :3]
-    plain, neurons, seen = models.in_package(model), models.neurons_of(model)[0], []
-    neurons.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0]))
-    expected = model(tokens).logits
-    plain = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
-    logits, cache = expose_neuron_heads(plain).model.run_with_cache(tokens)
-    assert relative(logits, expected) < 1e-12
-    gates = neurons.pattern(neurons.parts(seen[0]))
-    assert relative(neuron_gate(cache, "L0N2"), gates[..., 2]) < 1e-12
-    assert relative(neuron_gate(cache, "L0N2"), gates[..., 3]) > 1e-3
-    with pytest.raises(ValueError, match="expected those of an MLP"):
-        models.in_package(task.model("set free", 6, seed=1))

@@ -1,25 +1,20 @@
 """Tests of the study of attribution: its measures, and that its tables match the text."""
 
 from inspect import signature
-from itertools import islice
 
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer
 
 from analyses import study as frame
 from analyses.studies import attribution_repairs as study
-from analyses.tools import brackets
-from analyses.tools.token_pairs import pairs
-from attn_only_lens import Contrast, expose_neuron_heads, pretrained
+from analyses.tools.real_models import pairs
+from attn_only_lens import expose_neuron_heads, pretrained
 
 
-@needs_hooked_transformer
 def test_gates_are_exact_in_a_model_of_one_layer():
     """Without norms, all after the neurons is linear; a linearised gate is not exact."""
-    source = pretrained.modular_addition().to(torch.float64, print_details=False)
-    model = expose_neuron_heads(source).model
+    model = expose_neuron_heads(pretrained.modular_addition(dtype=torch.float64)).model
     contrast = next(pairs(model, pretrained.modular_addition_tokens(), 1, 0))
     rows = pd.DataFrame(study.methods(model, contrast))
     assert set(rows["method"]) == set(study.METHODS)
@@ -29,17 +24,6 @@ def test_gates_are_exact_in_a_model_of_one_layer():
     # The control.
     linear = rows.query("kind == 'neuron' and method == 'gradient' and part == 'q'")
     assert (linear["pearson"] < 0.9).all()
-
-
-@needs_hooked_transformer
-def test_repairs_of_a_saturated_classifier():
-    model = expose_neuron_heads(brackets.load()).model
-    (pair,) = islice(brackets.pairs(model, 1), 1)
-    rows = study.repairs(model, Contrast(*pair, brackets.BALANCED), ("z", "each"))
-    frame = pd.DataFrame(rows)
-    assert frame["auto"].min() > 0.999
-    assert frame["expected_auto"].min() > 0.98
-    assert (frame["0"] < 0.98).all()  # the control: without repairs
 
 
 def test_the_default_is_the_method_that_agreed_best():

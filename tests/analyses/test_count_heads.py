@@ -1,8 +1,9 @@
 """Tests of counts of heads, parameters and flops against modules, torch and the constructions."""
 
-import bridges
-import pytest
+from pathlib import Path
+
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.post import (
@@ -11,32 +12,35 @@ from analyses.post import (
     StreamCoordinates,
     post_transformer,
 )
-from analyses.tools.count_heads import HeadCounts, head_counts
+from analyses.tools import count_heads
+from analyses.tools.count_heads import HeadCounts
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)
 
 
 def test_what_the_paper_says_of_gpt3():
-    assert (GPT3.n_neuron_heads, GPT3.n_heads) == (49152, 96)
-    assert GPT3.n_neuron_heads / GPT3.n_heads == 512  # "500:1"
+    assert GPT3.d_mlp / GPT3.n_heads == 512  # "500:1"
     assert GPT3.mlp_parameters == 2 * GPT3.attention_parameters  # "2:1"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_parameters_are_those_of_the_modules(name):
-    """The counts equal the matrix sizes of a transformers model."""
-    family, model = bridges.FAMILIES[name], bridges.original(name)
-    layer = model.get_submodule(family.layers)[0]
-    counted = {"attn": 0, "mlp": 0}
-    for path, parameter in layer.named_parameters():
-        kind = "mlp" if "mlp" in path else "attn"
-        counted[kind] += parameter.numel() if parameter.ndim == 2 else 0
-    counts = head_counts(bridges.bridged(model).cfg)
-    assert counts.attention_parameters == counted["attn"]
-    assert counts.mlp_parameters == counted["mlp"]
-    expected = (True, 1) if name == "llama" else (False, None)
-    assert (counts.gated, counts.n_key_value_heads) == expected
+def test_the_tables_are_those_of_the_guide():
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
+    assert count_heads.layers() in page
+    assert count_heads.post() in page
+
+
+def test_parameters_are_those_of_a_grouped_and_gated_layer():
+    config = transformers.LlamaConfig(
+        hidden_size=30, num_attention_heads=6, num_key_value_heads=2, head_dim=14,
+        intermediate_size=37, num_hidden_layers=1, vocab_size=41,
+    )  # fmt: skip
+    layer = transformers.LlamaForCausalLM(config).model.layers[0]
+    counts = HeadCounts(30, 6, 14, 37, 2, gated=True)
+    attention, mlp = (
+        sum(parameter.numel() for parameter in part.parameters())
+        for part in (layer.self_attn, layer.mlp)
+    )
+    assert (counts.attention_parameters, counts.mlp_parameters) == (attention, mlp)
 
 
 def flops(run):

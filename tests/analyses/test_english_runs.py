@@ -4,16 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.tools import english_runs as runs
+from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools import train_small_english as english
 from attn_only_lens import grow, growth
 from attn_only_lens.growth import read
-
-pytestmark = needs_transformer_lens_4
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
 WIDER = growth.compose(growth.AddHeads(1), growth.WidenStream(4))

@@ -13,16 +13,6 @@ from attn_only_lens import pretrained
 pytestmark = needs_hooked_transformer
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return {subject.name: subject for subject in study.tiny()}
-
-
-@pytest.fixture(scope="module")
-def measured(tiny):
-    return {name: study.measure(subject) for name, subject in tiny.items()}
-
-
 def value(frame, dtype, gate, quantity):
     return frame.set_index(["dtype", "gate"]).loc[(dtype, gate), quantity]
 
@@ -44,9 +34,10 @@ def with_activation(source, activation, tokens):
 
 
 @torch.no_grad()
-def test_figures_of_one_head_by_hand(tiny, measured):
+def test_figures_of_one_head_by_hand():
     """One sigmoid with a slope, in hooks on the source, gives the same KL and other figures."""
-    subject, frame = tiny["tiny_gelu"], measured["tiny_gelu"]
+    subject = next(subject for subject in study.tiny() if subject.name == "tiny_gelu")
+    frame = study.measure(subject)
     source = copy.deepcopy(subject.source).to(torch.float64, print_details=False)
     gate, slope = "m = 1", 1.7729338588
 
@@ -73,20 +64,6 @@ def test_figures_of_one_head_by_hand(tiny, measured):
     # control: the other slope is a clearly different model
     control = with_activation(source, lambda q: q * torch.sigmoid(1.9 * q), subject.tokens)
     assert (control - got).abs().max() > 0.1 * (got - expected).abs().max()
-
-
-def test_errors_fall_with_every_head_and_stay_within_their_bounds(measured):
-    for name in ("tiny_gelu", "tiny_gelu_new", "tiny_silu_gated", "tiny_relu"):
-        frame = measured[name].query("dtype == 'float64' and gate != 'slope 1.702'")
-        for quantity in ("activation", "relative", "mean_kl", "max_kl"):
-            # A steep relu equals relu on all the data, so its error may stay at 0.
-            assert (frame[quantity].diff()[1:] <= 0).all(), (name, quantity)
-            assert frame[quantity].iloc[1] < frame[quantity].iloc[0] / 2
-        bilinear = frame[frame["gate"] != "exact"]
-        assert (bilinear["activation"] <= bilinear["bound"] + 1e-14).all()  # rounding in float64
-        assert frame["top1"].iloc[-1] == 1
-        # control: the bounds are close to the errors where the data include the worst q
-        assert bilinear["activation"].iloc[0] > 0.9 * bilinear["bound"].iloc[0]
 
 
 # ---- Ω on random models

@@ -40,7 +40,6 @@ def test_a_frozen_model_without_its_new_neurons_is_the_model_before(seed_runs):
     frozen, free = (
         pd.DataFrame(study.without_neurons(seed_runs, arm)).set_index("what") for arm in arms
     )
-    assert frozen["old_change"].max() == 0 < free["old_change"].min()
     curve = pd.read_csv(path).set_index("step")["skill_loss"]
     losses = frozen["skill_loss"]
     assert losses["removed"] == curve[0] != curve[4] == losses["only new"]

@@ -1,16 +1,10 @@
 """Tests of the study of growth on Small English: arithmetic, and what is stored."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from common import needs_transformer_lens_4
 
 from analyses import study as frame
 from analyses.studies import growth_small_english as study
-from attn_only_lens import growth
-
-pytestmark = needs_transformer_lens_4
 
 
 def check(ends, smallest):
@@ -55,13 +49,3 @@ def test_steps_of_fresh_entries_are_those_of_adamw():
         moved.append((before - weight.detach()).tolist())
     assert [new for _, new in moved[1000:]] == pytest.approx(study.fresh_steps(10), rel=1e-6)
     assert [old for old, _ in moved[1000:]] == pytest.approx([1] * 10, rel=1e-6)
-
-
-def test_new_layers_are_where_they_are_said_to_be():
-    small = (
-        study.SeedRuns(study.SMOKE, 0, Path(), "cpu", None).plan(study.SMOKE.family[0], 1).model()
-    )
-    two = growth.grow(small, study.inserted((1,)))
-    assert two.provenance.new_layers == ("L1",)
-    four = growth.grow(two.model, study.inserted((1, 3))).provenance
-    assert (four["L0"], four["L1"], four.new_layers) == ("L0", "L2", ("L1", "L3"))

@@ -4,6 +4,7 @@ The oracle of the truth shares no code with it: large random values are put into
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -153,20 +154,21 @@ def test_the_truth_as_scores_is_perfect_and_bad_frames_are_refused():
 
 def test_gradient_methods_are_right_where_the_model_is_linear():
     """Edges into the output: the metric is linear, so every estimate is the exact effect."""
-    problem = tasks.problem(tasks.load("pair_balance"), "disguised")
+    task = tasks.problem(tasks.load("pair_balance"), "disguised").task
+    task = replace(task, pairs=task.pairs[-1:])
     frames = {
-        name: EDGES[name](problem.task).query("reader == 'output'")["score"].to_numpy()
+        name: EDGES[name](task).query("reader == 'output'")["score"].to_numpy()
         for name in ("EAP", "EAP-IG", "RelP", "integrated", "secants")
     }
     assert frames["EAP"].max() > 0.1
     for name, scores in frames.items():
         assert scores == pytest.approx(frames["EAP"], abs=1e-6), name
     nodes = {
-        name: NODES[name](problem.task).set_index("name")["score"]
+        name: NODES[name](task).set_index("name")["score"]
         for name in ("exact patches", "exact repairs", "secants")
     }
     # All that its last neurons write goes to the output, directly.
-    last = [n for n in problem.task.nodes if n.startswith("L1N")]
+    last = [n for n in task.nodes if n.startswith("L1N")]
     for scores in nodes.values():
         assert scores[last].to_numpy() == pytest.approx(nodes["exact patches"][last], abs=1e-6)
 

@@ -4,9 +4,6 @@ Three oracles share no code with the tested code: the RASP interpreter's outputs
 logits, both stored with the programs, and edges derived by hand.
 """
 
-import shutil
-
-import numpy as np
 import pytest
 import torch
 from common import needs_hooked_transformer
@@ -14,7 +11,7 @@ from common import needs_hooked_transformer
 from analyses.benchmark import tracr_edges
 from analyses.benchmark.tracr_cuts import logits_without
 from analyses.benchmark.tracr_edges import Edge
-from analyses.benchmark.tracr_models import FIXTURES, PROGRAMS, load_program
+from analyses.benchmark.tracr_models import PROGRAMS, load_program
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -136,31 +133,3 @@ def test_a_list_with_a_wrong_edge_fails(program):
     wrong = Edge(edge.writer, edge.reader, {"q": "v", "k": "v", "v": "q"}[edge.side])
     listed = program.true_edges() - {edge} | {wrong}
     assert not all(right for _, right in moves(program, candidates - listed))
-
-
-def test_both_ways_to_cut_agree(program):
-    # Several edges are cut at once, so that the output of a cut reader is read and cut again.
-    edges = sorted(program.true_edges())[::3]
-    weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
-    causal = program.model.cfg.attention_dir == "causal"
-    tokens, _, whole = next(program.batches())
-    logits = logits_without(program.model, tokens, edges)
-    by_weights = tracr_edges.logits(weights, tokens.numpy().astype(np.int64), causal, edges)
-    assert error(program, logits, torch.from_numpy(by_weights)) <= ROUNDING
-    assert error(program, logits, whole) > 1e-2
-
-
-def test_a_reader_that_comes_before_its_writer_is_refused():
-    program = load_program("frac_prevs")
-    tokens, _, _ = next(program.batches())
-    with pytest.raises(ValueError, match="a writer that comes before the reader"):
-        logits_without(program.model, tokens, {Edge("L1H0", "L0N0", "in")})
-
-
-def test_files_that_do_not_belong_together_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="got 'sort'; expected one of detect_abc"):
-        load_program("sort")
-    shutil.copy(FIXTURES / "hist.json", tmp_path)
-    shutil.copy(FIXTURES / "reverse.safetensors", tmp_path / "hist.safetensors")
-    with pytest.raises(ValueError, match="hist: "):
-        load_program("hist", tmp_path)

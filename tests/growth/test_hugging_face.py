@@ -15,7 +15,7 @@ from common import D_VOCAB, relative
 from growing import cached, in_float64, state, worst_activation
 from tiny_tokenizer import tiny_tokenizer
 
-from analyses.tools.gradmax import grad_max, gradient_products
+from analyses.tools.gradmax import GradMax, gradient_products
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
@@ -321,7 +321,7 @@ def test_products_for_grad_max():
     for layer, product in products.items():
         x, g = seen[f"blocks.{layer}.mlp.hook_in"], seen[f"blocks.{layer}.mlp.hook_out"].grad
         assert relative(product, torch.einsum("bpm,bpn->mn", x, g)) < EXACT
-    grown = grow(bridge, d_mlp=41, init=grad_max(products))
+    grown = grow(bridge, d_mlp=41, init=GradMax(products))
     assert relative(grown.model(tokens), bridge(tokens)) < EXACT
 
 

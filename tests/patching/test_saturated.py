@@ -24,7 +24,7 @@ def pearsons(exact, estimated):
 
 def test_estimates_promise_no_more_than_is_reached_and_the_default_gives_what_patches_give():
     """The expected correlation is not too high for small budgets and poor estimates."""
-    model = expose_neuron_heads(brackets.load_bridge()).model
+    model = expose_neuron_heads(brackets.load()).model
     contrast = Contrast(*next(iter(brackets.pairs(model, seed=3))), brackets.BALANCED)
     lowest = 1.0
     for direction in ("denoise", "noise"):

@@ -26,8 +26,7 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
-from analyses.tools.growth_training import Training
-from attn_only_lens import AttnOnlyLensError, Contrast, Work, growth, load, pretrained, save
+from attn_only_lens import AttnOnlyLensError, Contrast, Work, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph
 from attn_only_lens.errors import CheckpointError
@@ -257,31 +256,6 @@ def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monke
 # Flipped bits
 
 
-def trained(folder):
-    """Save a training in progress, with the optimizer's state."""
-    training = started()
-    tokens = pretrained.modular_addition_tokens()[:7] % 41
-    for _ in training.steps(3):
-        training.model(tokens).sum().backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    training.save(folder / "training.safetensors")
-
-
-def started():
-    model = boot("native")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Training(model, optimizer, {1: growth.AddNeurons(3)}, seed=3)
-
-
-def resumed(folder):
-    training = started()
-    training.resume(folder / "training.safetensors")
-    state = training.optimizer.state_dict()["state"]
-    tensors = {f"{i} {key}": value for i, of in state.items() for key, value in of.items()}
-    return {**training.model.state_dict(), **tensors, "done": training.done}
-
-
 @cache
 def bridge():
     model = exposed_copy(boot("llama", torch.float32))
@@ -354,7 +328,6 @@ def fields_of(contrast):
 
 KINDS = {
     "bridge": (lambda folder: save(bridge(), folder), lambda folder: load(folder).state_dict()),
-    "training": (trained, resumed),
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
     "chunks": (chunks, chunks_in),
@@ -421,7 +394,7 @@ def long_document(folder):
     write_table(folder / "s.csv", pd.DataFrame({"a": [1]}), LONG, x=17_000 * "x")
 
 
-FILES = {kind: KINDS[kind] for kind in KINDS if kind not in ("training", "contrast")}
+FILES = {kind: KINDS[kind] for kind in KINDS if kind != "contrast"}
 FILES["long document"] = long_document, lambda f: {"rows": read_table(f / "s.csv", LONG)[0]}
 
 
@@ -670,8 +643,6 @@ TAKES = {
     "Comparison.load": Comparison.load,
 }
 TAKES_FILE = {
-    "Training.save": lambda path: started().save(path),
-    "Training.resume": lambda path: started().resume(path),
     "Sweep.load": lambda path: p.Sweep.load(f"{path}.csv"),
     "Sweep.load parquet": lambda path: p.Sweep.load(f"{path}.parquet"),
     "read a graph": CircuitGraph.load,

@@ -1,36 +1,25 @@
-"""Train the language model that ships with the package: Small English, four layers.
+"""Small English, the shipped language model: its sizes, tokenizer, texts, loss and questions.
 
-A LLaMA from transformers (gated MLPs, RMS norm, rotary positions) reads each text from
+A LLaMA from transformers (gated MLPs, RMS norm, rotary positions) read each text from
 `small_english_grammar.py` once. No sentence in these texts begins with a prompt of the tasks on
-which the model is evaluated.
-
-In a forward and a backward pass, a token costs about 6 flops for each of 850,000 weights: 5
-million. A batch has about 1,700 tokens, so 4,000 steps cost 3.5e13 flops, or ten minutes for one
-thread at 60 Gflop/s.
-
-    python -m analyses.tools.train_small_english --out runs/small-english
+which the model is evaluated. `analyses/tools/README.md` says how the model was trained; studies
+train other models on the same texts.
 """
 
-import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from analyses.tools import small_english_grammar as grammar
-from analyses.tools.benching import machine
-from analyses.tools.options import Device, Out, Smoke
-from analyses.tools.train_modular_addition import keep, resume
-from attn_only_lens import Contrast, tasks
+from attn_only_lens import Contrast, pretrained, tasks
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 POOL = 32  # this many batches are written at once, so that each batch has texts of one length
@@ -87,6 +76,7 @@ def vocabulary() -> dict[str, int]:
 LISTED = {vocabulary()[f" {word}"] for word in grammar.LISTED}
 
 
+@cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer for words with the space before them, which adds BOS to a text."""
     core = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
@@ -103,6 +93,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         padding_side="right",
     )
+
+
+@cache
+def _shipped_tokenizer() -> Any:
+    """Return the same tokenizer with the name of its folder, which TransformerLens asks for."""
+    return pretrained.small_english().tokenizer
+
+
+def bridged(model: PreTrainedModel) -> Any:
+    """Return a bridge around a transformers model that reads Small English."""
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    bridge.tokenizer = _shipped_tokenizer()
+    return bridge
 
 
 def questions(n: int) -> dict[str, Contrast]:
@@ -186,46 +189,6 @@ def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[scored], tokens[:, 1:][scored], reduction="none")
 
 
-def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of layers, and AdamW for the embedding and the norms."""
-    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    chosen = set(map(id, matrices))
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
-    settings = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
-    return [
-        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings),
-        torch.optim.AdamW(rest, betas=(0.9, 0.98), **settings),
-    ]
-
-
-def train(recipe: Recipe, out: Path, device: str) -> LlamaForCausalLM:
-    """Train, or continue from a checkpoint in `out`."""
-    model, never = recipe.model().to(device), held_out(recipe.prompts)
-    parameters = dict(model.named_parameters())
-    optimizers = optimizers_of(model, recipe)
-    checkpoint = out / "checkpoint.safetensors"
-    done = resume(checkpoint, recipe, parameters, *optimizers) if checkpoint.exists() else 0
-    with tqdm(total=recipe.steps, initial=done, desc="steps", mininterval=5) as progress:
-        while done < recipe.steps:
-            losses = []
-            for tokens in pool(recipe, done // POOL, never)[: recipe.steps - done]:
-                rate = min((done + 1) / 200, 1 - done / recipe.steps)
-                loss = loss_of(model, tokens.to(device))
-                model.zero_grad()
-                loss.backward()
-                clip_grad_norm_(model.parameters(), 1.0)
-                for optimizer in optimizers:
-                    optimizer.param_groups[0]["lr"] = recipe.lr * rate
-                    optimizer.step()
-                losses.append(loss.detach())
-                done += 1
-                progress.update()
-            progress.set_postfix(loss=f"{torch.stack(losses).mean().item():.3f}")
-            if done % (10 * POOL) == 0 or done == recipe.steps:
-                keep(checkpoint, recipe, done, parameters, *optimizers)
-    return model
-
-
 @torch.no_grad()
 def differences(model: LlamaForCausalLM, pairs: Contrast) -> Tensor:
     """Return the right answer's logit minus the wrong answer's, after each clean prompt."""
@@ -234,55 +197,3 @@ def differences(model: LlamaForCausalLM, pairs: Contrast) -> Tensor:
     logits = model(**batch).logits[torch.arange(len(pairs)), last].cpu()
     right, wrong = torch.tensor(pairs.answers), torch.tensor(pairs.wrong)
     return (logits.gather(1, right) - logits.gather(1, wrong))[:, 0]
-
-
-@torch.no_grad()
-def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[str, list[int]]]:
-    """Return the loss on held-out text, and the counts of right and of all answers by task."""
-    made = {
-        task: differences(model, pairs_of) for task, pairs_of in questions(recipe.prompts).items()
-    }
-    batches = pool(recipe, SEED_OF_HELD_OUT, held_out(recipe.prompts))
-    losses = torch.stack([loss_of(model, tokens.to(model.device)) for tokens in batches])
-    return {
-        "loss": losses.mean().item(),
-        "right": {task: [int((values > 0).sum()), len(values)] for task, values in made.items()},
-    }
-
-
-def texts(recipe: Recipe) -> str:
-    """Return the texts that are stored with the model and that it has not read, one per line."""
-    write, written = grammar.Grammar(SEED_OF_HELD_OUT - 1), ""
-    while len(written) < recipe.held_out:
-        written += write.text() + "\n"
-    return written
-
-
-def write(out: Path, recipe: Recipe, model: LlamaForCausalLM, device: str) -> None:
-    """Write the folder that ships with the package: model, tokenizer, figures, and texts."""
-    figures = {**asdict(recipe), **measure(model, recipe), "machine": machine(device)}
-    model.save_pretrained(out)
-    tokenizer().save_pretrained(out)
-    (out / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (out / "texts.txt").write_text(texts(recipe), newline="\n")
-
-
-def main(
-    out: Out = Path("out/small-english"),
-    device: Device = "cpu",
-    seed: int = 0,
-    steps: int = 4_000,
-    smoke: Smoke = False,
-) -> None:
-    """Train the shipped language model, or resume an interrupted run."""
-    recipe = Recipe(seed=seed, steps=steps)
-    if smoke:
-        sizes = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_mlp": 11, "rows": 3}
-        recipe = replace(recipe, steps=3, prompts=5, held_out=1_000, **sizes)
-    out.mkdir(parents=True, exist_ok=True)
-    write(out, recipe, train(recipe, out, device), device)
-    typer.echo((out / "metrics.json").read_text())
-
-
-if __name__ == "__main__":
-    typer.run(main)
