@@ -47,7 +47,7 @@ def modular_addition(
     """Return a one-layer transformer that was trained to add modulo 113.
 
     The model was trained until it generalised, as in Nanda et al., "Progress measures for grokking
-    via mechanistic interpretability" (2023); `analyses/tools/train_modular_addition.py` trained it.
+    via mechanistic interpretability" (2023).
     The model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no
     biases. The input is (a, b, '='). The largest of the 113 logits at the last position is the
     answer.

@@ -36,7 +36,7 @@ def small_english(
 
     The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 456 tokens:
     444 words, 9 marks and 3 special tokens. The model was trained on text from a grammar
-    (`analyses/tools/train_small_english.py`), in which verbs agree with subjects, pronouns agree
+    (`analyses/tools/small_english_grammar.py`), in which verbs agree with subjects, pronouns agree
     with names, brackets are closed, and lists repeat words. `tasks.agreement`, `tasks.brackets`,
     `tasks.induction` and `tasks.ioi` make prompts that test what the model has learnt.
 
@@ -91,8 +91,8 @@ def small_english_transcoders(
     """Return {layer: transcoder}: a JumpReLU transcoder for each MLP of `small_english`.
 
     The transcoders read the MLP's input (the output of the norm, including its gain). Their weights
-    are stored in float16. `analyses/tools/train_transcoders.py` trained the transcoders; the model
-    card says how well they imitate the MLPs.
+    are stored in float16. The model card says how they were trained, and how well they
+    imitate the MLPs.
 
     Args:
         device: the device of the weights.
