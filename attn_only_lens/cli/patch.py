@@ -137,7 +137,7 @@ def _print_estimate(
     batch_size: int | None,
 ) -> None:
     """If there are many patches, time a few and print an estimate of the time for all."""
-    from attn_only_lens.engine.positions import aligned, resolve_positions
+    from attn_only_lens.engine.positions import OF_SWEEPS, aligned, resolve_positions
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.work import Work
@@ -146,7 +146,7 @@ def _print_estimate(
         return
     names = [name for group in resolve_sites(model, sites) for name in group.names]
     pair = contrast.pair(model)
-    n_positions = len(resolve_positions(pair, aligned(pair, sites.positions, of_sweep=True)))
+    n_positions = len(resolve_positions(pair, aligned(pair, sites.positions, others=OF_SWEEPS)))
     n_patches = len(names) * n_positions
     if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
         return

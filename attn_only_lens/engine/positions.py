@@ -102,14 +102,26 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     return tuple(sets)
 
 
-def aligned(pair: PromptPair, positions: _Positions, *, of_sweep: bool = False) -> _Positions | str:
+OF_CIRCUITS = ("positions 'all'",)
+OF_SWEEPS = ("per_prompt=True", "positions 'all' or from the end (-1)")
+"""What takes prompts of different lengths besides roles, for errors."""
+
+
+def aligned(
+    pair: PromptPair, positions: _Positions, *, others: Sequence[str] = OF_CIRCUITS
+) -> _Positions | str:
     """Return positions that mean the same in all prompts: "each" is "roles" if lengths differ.
+
+    Args:
+        pair: the prompts.
+        positions: the positions.
+        others: what else the analysis takes for prompts of different lengths, for the error.
 
     Raises:
         InputError: the prompts differ in length, and positions are numbers from 0 or, without
             roles, "each".
     """
-    if not (reasons := length_reasons(pair, of_sweep=of_sweep)):
+    if not (reasons := length_reasons(pair, others=others)):
         return positions
     plain = as_plain(positions)
     if plain == "each" and pair.roles:
@@ -120,11 +132,11 @@ def aligned(pair: PromptPair, positions: _Positions, *, of_sweep: bool = False) 
 
 
 def length_reasons(
-    pair: PromptPair, *, only_columns: bool = False, of_sweep: bool = False
+    pair: PromptPair, *, only_columns: bool = False, others: Sequence[str] = OF_CIRCUITS
 ) -> list[str]:
     """Return a reason if columns have unlike tokens, because prompts differ in their padding.
 
-    With `only_columns`, the analysis has no roles; a sweep also has rows for single prompts.
+    With `only_columns`, the analysis has no roles; `others` are as in `aligned`.
     """
     real, lengths = pair.real, pair.real.sum(dim=1).tolist()
     if (real == real[:1]).all():
@@ -136,12 +148,12 @@ def length_reasons(
     roles = "roles: Contrast(…, roles={'subject': [2, 4], 'end': -1})"
     if pair.roles:
         roles = f"the contrast's roles: {', '.join(map(str, pair.roles))}"
-    others = "positions 'all'"
-    if of_sweep:
-        others = "per_prompt=True, positions 'all' or from the end (-1)"
+    expected = ["prompts of the same length"]
+    if not only_columns:
+        expected += [*others, f"or {roles}"]
     return [
-        f"{differ}, so the same position holds different words in them; expected prompts of the "
-        "same length" + f", {others}, or {roles}" * (not only_columns)
+        f"{differ}, so the same position holds different words in them; expected "
+        f"{', '.join(expected)}"
     ]
 
 

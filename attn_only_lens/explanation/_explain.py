@@ -104,7 +104,7 @@ def explain(
     pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
     with InputError.collected(reasons):
         by_role = contrast.roles and len(contrast) > 1
-        sites = Sites(positions="roles" if by_role else aligned(pair, "each"))
+        sites = Sites(positions="roles" if by_role else aligned(pair, "each", others=()))
         places = resolve_positions(pair, sites.positions)
         if held_out is not None:
             reasons += _reasons_against(held_out, contrast, model, pair, places)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.positions import (
+    OF_SWEEPS,
     Positions,
     PositionSet,
     aligned,
@@ -237,10 +238,10 @@ def _aligned(
 ) -> Sites:
     """Return sites at positions that mean the same in all prompts."""
     in_names = [position for _, position in split or () if position is not None]
-    aligned(pair, in_names, of_sweep=True)
+    aligned(pair, in_names, others=OF_SWEEPS)
     if split is not None and len(in_names) == len(split):
         return sites
-    return replace(sites, positions=aligned(pair, sites.positions, of_sweep=True))
+    return replace(sites, positions=aligned(pair, sites.positions, others=OF_SWEEPS))
 
 
 def _with_parts(
