@@ -16,7 +16,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 NEURON = 29
@@ -156,9 +156,23 @@ def hf_folder(folder, name="gpt2", dtype=torch.float32, tokenizer=True):
     return folder
 
 
+def exposed(name, dtype=torch.float64, state="plain"):
+    """Return the same bridge with its neuron-heads exposed."""
+    return expose_neuron_heads(boot(name, dtype, state)).model
+
+
 def exposed_copy(bridge, **options):
     """Return a copy of a bridge with its neuron-heads exposed as long as the copy exists."""
     return expose_neuron_heads(bridge, copy=True, **options).model
+
+
+def with_heads(kind, dtype=torch.float64, **changes):
+    """Return a model with neuron-heads: a family, or "converted" and one of `models.build`."""
+    if kind in FAMILIES:
+        return exposed_copy(boot(kind, dtype))
+    from models import build  # a module-level import would skip the tests under 4
+
+    return convert(build(kind.removeprefix("converted "), dtype, **changes))
 
 
 def skip_unless_it_runs(bridge):

@@ -72,6 +72,13 @@ def tokens(seed=0, batch=BATCH, pos=POS):
     return torch.randint(0, D_VOCAB, (batch, pos), generator=generator)
 
 
+def changed(clean, where, by=7):
+    """Return the tokens with other ones at one or more positions of every prompt."""
+    corrupted = clean.clone()
+    corrupted[:, where] = (clean[:, where] + by) % D_VOCAB
+    return corrupted
+
+
 def relative(got, expected):
     """Return the largest difference relative to the largest expected entry."""
     return ((got - expected).abs().max() / expected.abs().max()).item()

@@ -57,7 +57,7 @@ MUTATIONS = [
         "return torch.where(flat, at_middle,",
         "return torch.where(dx == 0, at_middle,",
         "slopes of nearly equal inputs cancel in float32",
-        "tests/engine/test_secants.py",
+        "tests/engine/test_multipliers.py",
     ),
     Mutation(
         "engine/contrast.py",

@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from attn_only_lens import (
     Contrast,
     Work,
-    chat_tokens,
     expose_neuron_heads,
     neurons,
     pretrained,
-    token_texts,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
@@ -78,16 +76,12 @@ class Slow:
 @pytest.fixture(scope="module")
 def tokenizers():
     return {
+        "english": pretrained.small_english().tokenizer,
         "words": task_tokenizer(),
         "bytes": byte_level(),
         "sentencepiece": sentencepiece(),
         "slow": Slow(),
     }
-
-
-@pytest.fixture(scope="module")
-def english():
-    return expose_neuron_heads(pretrained.small_english()).model
 
 
 def stub(tokenizer):
@@ -111,7 +105,7 @@ def test_what_is_ambiguous_is_refused(model):
         bind(p.probability_diff([5, 6], ["w3", "w4"]), model, pair)
     assert len(caught.value.reasons) == 2
     assert caught.match(re.escape("[[33, 34]]"))
-    for bad in ({5}, {"a": 5}, None, 5.0, True, [[[5]]], torch.tensor([5.0]), b"w1"):
+    for bad in ({5}, None, 5.0, True, [[[5]]], torch.tensor([5.0])):
         with pytest.raises(InputError, match="expected a text, or a token ID from 0 to 30"):
             bind(p.probability_diff(bad, 7), model, pair)
 
@@ -138,6 +132,8 @@ def test_answers_of_some_prompts_are_those_prompts(model):
         ("bytes", "the kezs <|endoftext|> né☃", []),
         ("sentencepiece", "are  ! ake\u0301s is", ["!", "ake\u0301s"]),
         ("slow", "the kers are <unk> kers", ["kers"]),
+        ("english", "The keys   near", ["  "]),  # the third space is a part of " near"
+        ("english", "The keys\nnear", ["\n", "near"]),  # "near" needs a space before it
     ],
 )
 def test_unknown_words(name, text, expected, tokenizers):
@@ -147,38 +143,7 @@ def test_unknown_words(name, text, expected, tokenizers):
         with pytest.raises(InputError, match=re.escape(repr(word))) as caught:
             bind(p.probability(word), stub(tokenizers[name]), pair_of(1))
         assert caught.match("the metric would read")
-
-
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
-        (("are", " is"), r"'are', and .*read <unk> instead.*: ' are' is one token"),
-        ((" are", "xyz"), r"wrong: got 'xyz', .* or give a token"),
-        ((" ", " is"), "got ' ', and the tokenizer does not know ' '"),
-    ],
-)
-def test_an_unknown_answer_says_what_to_do(answers, words, english):
-    with pytest.raises(InputError, match=words):
-        bind(p.logit_diff(*answers), english, pair_of(1))
-    bind(p.logit_diff(" are", "<unk>"), english, pair_of(1))  # <unk> itself is allowed
-
-
-@pytest.mark.parametrize(
-    ("text", "unknown"),
-    [
-        ("The keys near the cabinet", []),
-        ("The keys   near", ["  "]),  # the third space is a part of " near"
-        ("The keys\nnear", ["\n", "near"]),  # "near" is only known with a space before it
-    ],
-)
-def test_the_piece_that_is_unknown(text, unknown, english):
-    assert unknown_words(english.tokenizer, text) == unknown
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Contrast(text, torch.zeros_like(english.to_tokens(text)), p.loss()).pair(english)
-    named = "".join(f"{', ' * (i > 0)}{piece!r}" for i, piece in enumerate(unknown))
-    assert len(caught) == bool(unknown)
-    assert all(f"- {named} in clean prompt {text!r}" in str(warning.message) for warning in caught)
+    bind(p.probability("<unk>"), stub(tokenizers["words"]), pair_of(1))  # it may be the answer
 
 
 # The space before an answer
@@ -234,67 +199,32 @@ def test_an_answer_that_begins_like_the_models_answer(tokenizers):
         bind(p.logit_diff(" Mark", " Mary"), stub(tokenizer), pair_of(1), logits)
         logits[..., tokenizer.convert_tokens_to_ids(" Mark")] = math.log(2)  # 13 / 2 < 10
         bind(p.probability(" Mark"), stub(tokenizer), pair_of(1), logits)
-    # Each answer is compared on its own prompt, and the message counts answers after the third.
-    spaced = [f" {name}" for name in ("Mary", "John", "Paul", "Mark", "Sarah")]
-    logits = torch.zeros(5, POS, len(tokenizer))
-    logits[range(5), -1, tokenizer.convert_tokens_to_ids(spaced)] = 8.0
-    one, all_wrong = [*spaced[:3], "Mark", spaced[4]], [name.strip() for name in spaced]
-    with pytest.warns(InputWarning, match="if you mean ' Mark', give ' Mark'"):
-        bind(p.probability(one), stub(tokenizer), pair_of(5), logits)
-    with pytest.warns(InputWarning, match="and 2 more"):
-        bind(p.probability(all_wrong), stub(tokenizer), pair_of(5), logits)
 
 
-# Every entry point warns once
+# Analyses warn once
 
 CLEAN = "When Mary and John went to the store, John gave a {} to"
 CORRUPTED = "When Mary and John went to the store, Mary gave a {} to"
 KNOWN, ODD = (
     [template.format(word) for template in (CLEAN, CORRUPTED)] for word in ("drink", "kezs")
 )
-SITES = ["L0H1", "L1N7"]
 
 
-def chat(model, contrast):
-    model.tokenizer.chat_template = "{% for m in messages %} {{ m['content'] }}{% endfor %}"
-    try:
-        chat_tokens(model, texts(contrast))
-    finally:
-        model.tokenizer.chat_template = None
-
-
-def with_means(model, contrast):
-    with p.ablated(model, SITES, to="mean", prompts=texts(contrast)):
-        pass
-
-
-def repeated(model, contrast):
+def patched_in_chunks(model, contrast):
     three = Contrast([contrast.clean] * 3, [contrast.corrupted] * 3, contrast.metric)
-    return p.activation_patch(model, three, sites=LAST, work=Work(prompts_at_once=1))
+    p.activation_patch(
+        model, three, sites=p.Sites(["L0H1", "L1N7"], -1), work=Work(prompts_at_once=1)
+    )
 
 
-def texts(contrast):
-    return [contrast.clean, contrast.corrupted]
+def looked_up(model, contrast):
+    corpus = neurons.Corpus([contrast.clean, contrast.corrupted] * 2)
+    neurons.top_examples(model, ["L0N5"], corpus)
 
 
-LAST = p.Sites(SITES, -1)
-
-
-ENTRIES = {
-    "patch": lambda m, c: p.activation_patch(m, c, sites=LAST),
-    "some prompts at once": repeated,
-}
-TEXT_ALONE = {
-    "mean": with_means,
-    "chat": chat,
-    "neurons": lambda m, c: neurons.top_examples(m, ["L0N5"], neurons.Corpus(texts(c) * 2)),
-    "texts": lambda m, c: token_texts(m, c.clean),
-}
-
-
-@pytest.mark.parametrize("entry", [*ENTRIES, *TEXT_ALONE])
-def test_every_entry_point_warns_once(entry, english):
-    call = (ENTRIES | TEXT_ALONE)[entry]
+@pytest.mark.parametrize("call", [patched_in_chunks, looked_up])
+def test_an_analysis_warns_once(call):
+    english = expose_neuron_heads(pretrained.small_english()).model
     right, odd = p.logit_diff(" Mary", " John"), p.logit_diff("Mary", "John")
 
     def caught(prompts, metric):
@@ -307,9 +237,9 @@ def test_every_entry_point_warns_once(entry, english):
 
     assert caught(KNOWN, right) == []
     messages = caught(ODD, odd)
-    assert len(messages) == 1 + (entry in ENTRIES)
+    assert len(messages) == 1 + (call is not looked_up)
     assert "'kezs' in " in messages[0]
     assert "reads <unk>" in messages[0]
-    if entry in ENTRIES:
+    if call is not looked_up:
         assert "correct: ' Mary', with a leading space" in messages[1]
         assert "wrong: ' John'" in messages[1]

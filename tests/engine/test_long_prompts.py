@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from common import tokens
+from common import changed, tokens
 from patched_runs import difference, whole_runs
 
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, neurons
@@ -18,7 +18,7 @@ from attn_only_lens.errors import InputError
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 ORIGINAL, METRIC = 7, p.logit_diff(3, 7)
 FACTORS = {"short_factor": [1.0] * 7, "long_factor": [1.0 + i / 5 for i in range(7)]}
-ROPES = {"dynamic": {}, "yarn": {}, "longrope": FACTORS}
+ROPES = {"dynamic": {}, "longrope": FACTORS}
 
 
 def llama(kind):
@@ -40,9 +40,7 @@ def llama(kind):
 
 def prompts(pos):
     clean = tokens(5, 1, pos)
-    corrupted = clean.clone()
-    corrupted[:, 2] = (corrupted[:, 2] + 5) % bridges.D_VOCAB
-    return Contrast(clean, corrupted, METRIC)
+    return Contrast(clean, changed(clean, 2), METRIC)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -69,14 +67,9 @@ def test_patches_equal_hooks_in_full_runs_at_every_length(kind):
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_prompts_of_different_lengths_would_share_angles(kind):
     _, model = llama(kind)
-    rows = [[tokens(5, 1, pos)[0] + n for pos in (11, 9)] for n in (0, 1)]
-    rows = [[row % bridges.D_VOCAB for row in side] for side in rows]
+    rows = [[(tokens(5, 1, pos)[0] + n) % bridges.D_VOCAB for pos in (11, 9)] for n in (0, 1)]
     with pytest.raises(InputError, match="one length at a time"):
         p.activation_patch(model, Contrast(*rows, METRIC))
-    mask = torch.tensor([[1] * 11, [1] * 9 + [0] * 2])
-    padded = [torch.stack([row, torch.cat([other, other[:2]])]) for row, other in rows]
-    with pytest.raises(InputError, match="got prompts of 9 to 11 tokens"):
-        p.activation_patch(model, Contrast(*padded, METRIC, mask=mask))
     short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
     p.activation_patch(model, Contrast(*short, METRIC), sites=p.Sites("L1H0", -1))
 

@@ -1,17 +1,16 @@
 """Tests of metrics against sums written out by hand, TransformerLens' loss, and refusals."""
 
 import math
-from types import SimpleNamespace
 
 import bridges
 import numpy as np
 import pytest
 import torch
-from common import tokens
+from common import changed, tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import patching as p
-from attn_only_lens.engine.metrics import bind, require_differentiable, require_distinct
+from attn_only_lens.engine.metrics import bind, require_differentiable
 from attn_only_lens.engine.prompts import prompt_pair
 from attn_only_lens.errors import InputError
 
@@ -33,10 +32,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(model):
     clean = tokens(batch=BATCH, pos=POS)
-    corrupted = clean.clone()
-    corrupted[:, 1] = (clean[:, 1] + 1) % 41
     mask = torch.tensor([[1] * (n + 1) + [0] * (POS - n - 1) for n in LAST])
-    return prompt_pair(model, clean, corrupted, mask)
+    return prompt_pair(model, clean, changed(clean, 1), mask)
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +112,10 @@ def test_by_hand_with_gradients_that_are_differences(case, model, pair):
     assert abs(difference) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda logits: logits[:, 6, 3],  # a real token of the longest prompt only
-        lambda logits: logits[:, :3].mean(),
-        lambda logits: logits.max(),
-    ],
-)
-def test_positions_from_the_start_of_prompts_of_different_lengths(fn, model, pair):
-    with pytest.raises(InputError, match=r"2 to 7 tokens.*counts positions from the end"):
-        bind(fn, model, pair, reference=CLEAN)
+def test_positions_from_the_start_of_prompts_of_different_lengths(model, pair):
+    for position in (6, slice(3)):  # a real token of the longest prompt only, and of all prompts
+        with pytest.raises(InputError, match=r"2 to 7 tokens.*counts positions from the end"):
+            bind(lambda x, at=position: x[:, at].mean(), model, pair, reference=CLEAN)
     # Control: prompts of the same length have the same positions, whatever the padding.
     clean, corrupted = (x[:, [3, 4, 0, 1, 2, 3, 4]] for x in (pair.clean, pair.corrupted))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]])
@@ -172,9 +162,6 @@ def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
     assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
     with pytest.raises(InputError, match="detached"):
         require_differentiable(bound, CLEAN)
-    root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, whole_pair)
-    with pytest.raises(InputError, match="gradient is not finite"):
-        require_differentiable(root, CLEAN)
 
 
 class Counter:
@@ -188,24 +175,18 @@ class Counter:
 REFUSED = {
     "remembers": (Counter(), "and then"),
     "in place": (lambda logits: logits.mul_(2.0).mean(), "changes the logits"),
-    "vector": (lambda logits: logits[0, :, 0], r"float64 tensor \[7\]"),
-    "nothing": (lambda logits: None, "got None"),
-    "integers": (lambda logits: logits.argmax(), "int64 tensor"),
     "not a number": (lambda logits: logits.mean() * torch.nan, "not finite for 1 of 1"),
     "other prompts": (
         p.probability_diff([[1], [4]], [[2], [], [3]]),
         "(?s)correct: got 2 answers.*wrong, prompt 1: got 0 answers",
     ),
-    "answers twice": (p.probability_diff([[2, 2]], 7), r"got \[2, 2\]; expected each answer once"),
     "right and wrong": (
         p.probability_diff([[1], [2], [3]], [[4], [5], [3, 6]]),
         r"same token for prompts \[2\]",
     ),
     "two tokens": (p.probability("w1 w2"), r"'w1 w2', which is 2 tokens \['w1', ' w2'\]"),
     "range": (p.logit_diff(41, -1), "(?s)correct: got 41; .*0 to 40.*wrong: got -1"),
-    "kind": (p.logit_diff(True, 2.0), "(?s)correct: got True.*wrong: got 2.0"),
     "same": (p.logit_diff([1, 2, 3], [2, 2, 3]), r"same token for prompts \[1, 2\]"),
-    "no reference": (p.kl(), "got reference None"),
 }
 
 
@@ -214,32 +195,3 @@ def test_refused(case, model, whole_pair):
     metric, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         bind(metric, model, whole_pair).of(CLEAN)
-
-
-def test_refused_otherwise(model, pair):
-    single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
-    small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))
-    with pytest.raises(InputError, match="got an int"):
-        p.custom(7)
-    with pytest.raises(InputError, match="no tokenizer"):
-        bind(p.probability("w1"), bridges.boot("gpt2"), pair)
-    with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 41\]"):
-        bind(p.kl(), model, pair, reference=CLEAN[:, :5])
-    with pytest.raises(InputError, match="no prompt has a second token"):
-        bind(p.loss(), model, single)
-    with pytest.raises(InputError, match="only for tokens 0 to 4"):
-        bind(p.loss(), small, pair)
-    with pytest.raises(InputError, match="ending in"):
-        bind(p.logit_diff(CORRECT, WRONG), model, pair).of(CLEAN[:2])
-
-
-def test_a_constant_metric_is_refused():
-    require_distinct(1.0, 1.0 + 1e-14, torch.float64)
-    for dtype, values in (
-        (torch.float64, (2.0, 2.0 + 1e-15)),
-        (torch.float32, (2.0, 2.0 + 1e-7)),
-        (torch.float32, (0.0, 0.0)),
-        (torch.float32, (math.nan, 1.0)),
-    ):
-        with pytest.raises(InputError, match="equal up to rounding"):
-            require_distinct(*values, dtype)

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import lru_cache
-from types import MethodType, ModuleType, SimpleNamespace
+from types import MethodType, ModuleType
 
 import bridges
 import pytest
 import torch
 import transformers
+from bridges import exposed
 from common import needs_hooked_transformer, tokens
 from drawn_transcoders import drawn
 from transformers.models.llama import modeling_llama
 
-from attn_only_lens import Bilinear, Contrast, Work, convert, expose_neuron_heads, load, neurons
+from attn_only_lens import Contrast, Work, convert, expose_neuron_heads, load, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_state import fingerprint, snapshot
 from attn_only_lens.errors import InputError
@@ -29,10 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # by TransformerLens and tran
 CLEAN, CORRUPTED = tokens(pos=5), tokens(1, pos=5)
 PAIR = Contrast(CLEAN, CORRUPTED, p.logit_diff(7, 8))
 FEW = {"sites": ["L0N3", "L1H0"]}
-
-
-def exposed(name):
-    return expose_neuron_heads(bridges.boot(name)).model
 
 
 def rotary(model):
@@ -100,15 +97,11 @@ def test_each_change_is_noticed():
         before = after
 
 
-@pytest.mark.parametrize("activation", ["jumprelu", "topk"])
-def test_changes_of_transcoders_are_noticed(activation):
+def test_changes_of_transcoders_are_noticed():
     model = bridges.boot("llama")
-    attach(model, {1: drawn(model.cfg.d_model, activation=activation)})
-    before, mlp = state(model), model.blocks[1].mlp
-    if activation == "topk":
-        mlp.k = 1
-    else:
-        mlp.threshold.data.add_(0.5)
+    attach(model, {1: drawn(model.cfg.d_model, activation="jumprelu")})
+    before = state(model)
+    model.blocks[1].mlp.threshold.data.add_(0.5)
     assert differ(before, state(model))
 
 
@@ -119,21 +112,11 @@ def test_changes_of_a_hooked_transformer_are_noticed():
     model = convert(build("llama"))
     before = state(model)
     assert before[0] == fingerprint(convert(build("llama")))
-    for change in (
-        lambda: model.blocks[2].attn.rotary_sin.mul_(1.5),
-        lambda: setattr(model.blocks[0].attn, "attn_scale", 1.0),
-        lambda: setattr(model.cfg, "window_size", 3),
-    ):
-        change()
-        after = state(model)
-        assert differ(before, after)
-        before = after
-
-
-def test_gates_and_precisions_are_told_apart():
-    made = [exposed("gpt2"), exposed("gpt2").to(torch.float32)]
-    made += [expose_neuron_heads(bridges.boot("gpt2"), gate=Bilinear(n)).model for n in (2, 4)]
-    assert len({fingerprint(model) for model in made}) == 4
+    model.blocks[2].attn.rotary_sin.mul_(1.5)
+    after = state(model)
+    assert differ(before, after)
+    model.blocks[0].attn.attn_scale = 1.0
+    assert differ(after, state(model))
 
 
 def use(model):
@@ -150,7 +133,7 @@ def use(model):
 
 
 @pytest.mark.both_versions
-@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
+@pytest.mark.parametrize("name", ["llama", "native"])
 def test_runs_change_nothing(name):
     """A model that has run in every way has the same fingerprint as a new one."""
     model = exposed(name)
@@ -163,9 +146,6 @@ def test_runs_change_nothing(name):
 
 def shifted(q, k, cos, sin, *args):
     return q, k
-
-
-GLOBAL = None
 
 
 def test_changed_code_is_noticed(monkeypatch):
@@ -184,11 +164,6 @@ def test_changed_code_is_noticed(monkeypatch):
         assert fingerprint(model) == before[0]
 
 
-def object_with(value):
-    """Return an object whose class holds a value."""
-    return type("Shared", (), {"scale": value})()
-
-
 def module_with(**values):
     module = ModuleType("a_module")
     vars(module).update(values)
@@ -201,8 +176,6 @@ READ = {
         lambda value: {"a": torch.tensor([[value]])},
         lambda: GLOBAL["a"].item(),
     ),
-    "an attribute of a class": (object_with, lambda: GLOBAL.scale),
-    "a namespace": (lambda value: SimpleNamespace(scale=value), lambda: GLOBAL.scale),
     "a cached function": (lambda value: lru_cache(lambda: value), lambda: GLOBAL()),
     "a dictionary of a module": (
         lambda value: module_with(options={"scale": value}),
@@ -234,7 +207,7 @@ def test_a_value_that_a_forward_pass_reads_is_noticed(monkeypatch):
             return state(model)
 
         norm.forward = MethodType(times(plain, read), norm)
-        ways = [put_global] if "class" in name or "module" in name else [put_global, put_attribute]
+        ways = [put_global] if "module" in name else [put_global, put_attribute]
         for put in ways:
             one, again, two = put(1.0), put(1.0), put(2.0)
             assert again[0] == one[0], name
@@ -264,34 +237,27 @@ def test_a_copied_folder_has_the_same_fingerprint(tmp_path):
     assert done.stdout.split()[-1:] == [expected], done.stderr
 
 
-RESUMED = {
-    "activation_patch": lambda model, work: p.activation_patch(model, PAIR, **FEW, work=work).frame,
-    "attribution": lambda model, work: p.attribution(model, PAIR, **FEW, work=work).frame,
-    "path_patch": lambda model, work: (
-        p.path_patch(model, PAIR, p.Edges("L0N3", "L1H0"), work=work).frame
-    ),
-    "top_examples": lambda model, work: neurons.top_examples(
-        model, ["L1N3"], neurons.Corpus(CLEAN.tolist()), k=2, work=work
-    ),
-}
+def swept(model, work):
+    return p.activation_patch(model, PAIR, **FEW, work=work).frame
 
 
-@pytest.mark.parametrize("use", RESUMED)
+def looked_up(model, work):
+    corpus = neurons.Corpus(CLEAN.tolist())
+    return neurons.top_examples(model, ["L1N3"], corpus, k=2, work=work)
+
+
+@pytest.mark.parametrize("use", [swept, looked_up])
 def test_another_models_results_are_not_resumed(use, tmp_path):
     """An error names the mode, which forward passes may read but `generate` sets."""
     work, model = Work(resume=tmp_path), exposed("llama")
-    first = RESUMED[use](model, work)
-    assert RESUMED[use](model, work).equals(first)
+    first = use(model, work)
+    assert use(model, work).equals(first)
     model.blocks[1].attn.train()
     with pytest.raises(InputError, match=r'training: got .*"blocks\.1\.attn": true') as refused:
-        RESUMED[use](model, work)
+        use(model, work)
     assert "model: got" not in str(refused.value)
-    model.train()
-    with pytest.raises(InputError, match=r'training: got \{"the whole model": true}'):
-        RESUMED[use](model, work)
     model.eval()
-    assert RESUMED[use](model, work).equals(first)
+    assert use(model, work).equals(first)
     CHANGES["a buffer in place"](model)
     with pytest.raises(InputError, match="model: got"):
-        RESUMED[use](model, work)
-    assert not RESUMED[use](model, Work(resume=tmp_path / "other")).equals(first)
+        use(model, work)

@@ -5,7 +5,7 @@ import threading
 import bridges
 import numpy as np
 import pytest
-from common import in_threads, tokens
+from common import changed, in_threads, tokens
 
 from attn_only_lens import Contrast, neurons, viz
 from attn_only_lens import patching as p
@@ -41,9 +41,7 @@ def test_analyses_of_one_model_in_eight_threads():
     def run(of):
         seed = list(RUNS).index(of)
         clean = tokens(seed, pos=7)
-        corrupted = clean.clone()
-        corrupted[:, 2] = (clean[:, 2] + 5) % 41
-        return np.asarray(RUNS[of](model, Contrast(clean, corrupted, METRIC)))
+        return np.asarray(RUNS[of](model, Contrast(clean, changed(clean, 2), METRIC)))
 
     expected = [run(of) for of in RUNS]
     for results, alone in zip(in_threads(run, list(RUNS), times=1), expected, strict=True):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import Bilinear, Contrast, HeadName
+from attn_only_lens import Bilinear, Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import aligned, length_reasons, resolve_positions
-from attn_only_lens.engine.sites import HEAD_KINDS, Sites, resolve_sites
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7
@@ -39,23 +39,6 @@ def test_all_heads_or_some_in_order_with_their_indices():
         resolve_sites(bilinear, ["L1N148"])
 
 
-def test_heads_alone_are_sites_at_each_position():
-    sites = p.Sites("L1N3", positions=-1)
-    assert Sites.of(sites) is sites
-    assert Sites.of("L1N3") == p.Sites(["L1N3"], "each")
-    assert sites == p.Sites(["L1N3"], torch.tensor(-1))
-    assert p.Sites("all", [3, -1]) == p.Sites("all", torch.tensor([3, -1]))
-    assert sites != p.Sites("L1N3")
-    assert len({sites, p.Sites("L1N3", -1), p.Sites("all", range(2)), p.Sites("all", (0, 1))}) == 2
-    assert resolve_sites(MODEL, HeadName.parse("L1N3"))[0].names == ("L1N3",)
-    assert p.Sites().kinds == p.Sites(["all", "heads"]).kinds == HEAD_KINDS
-    assert p.Sites(["errors", "skips", "heads"]).kinds == ("attention", "skip", "error")
-    sites = p.Sites(["neurons", "errors"], "end", layers=1)
-    assert sites.without("error", "skip") == p.Sites("neurons", "end", layers=1)
-    assert sites.without("neuron", "error") is sites  # nothing would be left
-    assert Sites.of_kinds(["feature"], [2]) == p.Sites("features", layers=2)
-
-
 def test_refused_with_all_reasons():
     bad = {
         "5.3": "got '5.3'; expected 'L5H3'",
@@ -69,29 +52,17 @@ def test_refused_with_all_reasons():
         resolve_sites(MODEL, ["L0N1", "L0N1", *bad])
     assert len(caught.value.reasons) == len(bad) + 1
     assert all(reason in str(caught.value) for reason in bad.values())
-    for nothing in ([], {"L0N1"}, None):
-        with pytest.raises(InputError, match=r"expected only words \('all', 'heads', 'neurons'"):
-            resolve_sites(MODEL, nothing)
-    for mixed in (["heads", "L0N1"], "neuron"):
-        with pytest.raises(InputError, match=r"got '(heads|neuron)'; expected only words \("):
-            resolve_sites(MODEL, mixed)
     for heads, message in (
+        ([], r"expected only words \('all', 'heads', 'neurons'"),
+        (["heads", "L0N1"], r"got 'heads'; expected only words \("),
         (["skips", "features"], "got heads of kind feature or skip; these layers have n"),
         (p.Sites("heads", layers=[1, 3]), "got layer 3"),
     ):
         with pytest.raises(InputError, match=message):
             resolve_sites(MODEL, heads)
-    with pytest.raises(InputError, match="expose_neuron_heads"):
-        resolve_sites(bridges.boot("gpt2"), "heads")
-    for heads, layers, message in (
-        ("all", [-1, True, 2, 2, "0"], "got "),
-        ("heads", [], "got no layers"),
-        (["L0N3"], 0, "got layers and names of heads"),
-        (["neurons", "head"], 0, "got 'head'; expected words"),
-    ):
-        with pytest.raises(InputError, match=message) as caught:
-            p.Sites(heads, layers=layers)
-        assert len(caught.value.reasons) == (4 if heads == "all" else 1)
+    with pytest.raises(InputError, match="got ") as caught:
+        p.Sites("all", layers=[-1, True, 2, 2, "0"])
+    assert len(caught.value.reasons) == 4
 
 
 def pair_of(lengths, side="right", roles=None):
@@ -119,11 +90,9 @@ def test_each_and_all_leave_padding_out():
 
 @pytest.mark.parametrize(("side", "ends"), [("right", [4, 1, 2]), ("left", [6, 6, 6])])
 def test_from_the_end(side, ends):
-    pair = pair_of([5, 2, 3], side)
-    assert shown(resolve_positions(pair, [-1, -2])) == {
-        -1: [[i, end] for i, end in enumerate(ends)],
-        -2: [[i, end - 1] for i, end in enumerate(ends)],
-    }
+    last = [[i, end] for i, end in enumerate(ends)]
+    before = [[i, end - 1] for i, end in last]
+    assert shown(resolve_positions(pair_of([5, 2, 3], side), [-1, -2])) == {-1: last, -2: before}
 
 
 def test_numbers():
@@ -137,9 +106,8 @@ def test_numbers():
     for position in (2, -3):
         with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)
-    for bad in ([], 1.5, (0, "end")):
-        with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
-            resolve_positions(pair, bad)
+    with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
+        resolve_positions(pair, 1.5)
     sites = p.Sites(["L1N3@-1", "L0H1", "L0H1@end of text"])
     assert sites.split() == [("L1N3", -1), ("L0H1", None), ("L0H1", "end of text")]
     with pytest.raises(InputError, match="got 'L1N3@01'; expected a position after @") as caught:
@@ -164,15 +132,6 @@ def test_prompts_of_different_lengths_have_roles_or_are_refused(side):
     same = pair_of([3, 3, 3], side, roles)
     for positions in ("each", 0, [-1, 1]):
         assert aligned(same, positions) is positions
-
-
-def test_padding_in_different_columns_is_refused():
-    mask = torch.ones(BATCH, POS)
-    mask[0, 0] = mask[1:, -1] = 0
-    clean = tokens(batch=BATCH, pos=POS)
-    pair = Contrast(clean, (clean + 1) % 41, p.loss(), mask=mask).pair(MODEL)
-    with pytest.raises(InputError, match="prompts 0 and 1 have padding in different columns, so"):
-        aligned(pair, "each")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -203,19 +162,15 @@ def test_a_token_belongs_to_the_last_of_its_roles(side):
 
 
 def test_roles_that_are_none():
-    bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
-    bad |= {"\ud800": -1, "f@g": 1, "h": True}
-    with pytest.raises(InputError, match=r"got role '\\ud800'; expected valid Unicode") as caught:
+    bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "h": True}
+    with pytest.raises(InputError, match="b: got 2 positions; expected one whole number") as caught:
         Contrast(["w"] * 3, None, p.loss(), roles=bad)
-    assert len(caught.value.reasons) == 7
-    assert "b: got 2 positions; expected one whole number, or 3 numbers, one" in str(caught.value)
+    assert len(caught.value.reasons) == 5
     pair = pair_of([5, 2, 3], roles={"a": [1, 2, 0], "d": -1, "e": [4, 1, 3]})
     with pytest.raises(InputError, match="a: got 2 in prompt 1; expected a number from -2 to 1"):
         resolve_positions(pair, "roles")
     assert resolve_positions(pair, "d")  # only the given roles are read
-    with pytest.raises(InputError, match="got the role 'd' more than once") as caught:
-        resolve_positions(pair, ["end", "start", "d", "d", "a"])
-    assert len(caught.value.reasons) == 4
-    assert "got the role 'end'; expected a role of the contrast: a, d, e" in str(caught.value)
+    with pytest.raises(InputError, match="got the role 'end'; expected a role of the contrast: a"):
+        resolve_positions(pair, ["end", "d"])
     with pytest.raises(InputError, match="got positions='roles', but the contrast has no roles"):
         resolve_positions(pair_of([5, 2, 3]), "roles")

@@ -4,12 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from feature_model import DEAD, PAIR, with_features
+from feature_model import DEAD, with_features
 
 from attn_only_lens import neurons, pretrained
-from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError, UnknownHeadError
-from attn_only_lens.heads import neuron_gate
+from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
 
@@ -91,8 +89,6 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
             for name, expected in getattr(alone, part).items():
                 got = getattr(same, part)[name]  # hooks in a layer change its rounding
                 assert torch.allclose(got.double(), expected.double(), atol=1e-5), name
-    with pytest.raises(InputError, match="no quadrants"):
-        alone.quadrants()  # features
     shares = both.quadrants()  # neurons only
     assert [("N" in name) for name in shares["name"]] == [True] * (2 * 344)
     assert shares.drop(columns="name").sum(axis=1).to_numpy() == pytest.approx(1.0)
@@ -109,13 +105,3 @@ def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
     text = str(refused.value)
     assert "L3E, one of the error nodes" in text
     assert "L1S, one of the skip nodes" in text
-    with pytest.raises(InputError, match="L3E, one of the error nodes"):
-        neurons.corpus_statistics(model, p.Sites("errors", layers=[3]), corpus)
-
-
-def test_gates_of_features(model):
-    _, cache = model.run_with_cache(PAIR[0])
-    z = cache["blocks.3.mlp.hook_post"][..., 7]
-    assert neuron_gate(cache, "L3F7").tolist() == (z > 0).float().tolist()
-    with pytest.raises(UnknownHeadError, match=r"L3E'?, one of the error nodes.*no gate"):
-        neuron_gate(cache, "L3E")

@@ -193,8 +193,6 @@ def test_statistics_are_kept(plain, tmp_path):
     examples = neurons.examples_of(frame, "L1N29")
     assert len(examples) == 6
     assert examples[0].values[examples[0].position] == examples[0].value
-    with pytest.raises(InputError, match="got '"):
-        one.histogram("L0N3", "z")
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
@@ -305,44 +303,36 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     # The folder accepts more texts after the first ones, but no changed texts or options.
     longer = neurons.neuron_statistics(plain, NAMES, corpus_of([*texts, [3, 4]]), **options)
     assert longer.n_tokens == whole.n_tokens + 2
-    changed = exposed_copy(boot("gpt2"))
-    with torch.no_grad():
-        changed.W_E[7] += 1
-    for model, other_texts, more, reason in (
-        (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with"),
-        (plain, [[], *texts, [3, 4]], {}, "does not begin with"),  # other text numbers
-        (plain, texts[:3], {}, "does not begin with"),
-        (plain, texts, {"by": "gate"}, 'by: got "gate"; the folder has "z"'),
-        (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
-        (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
+    for other_texts, more, reason in (
+        ([[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with"),
+        ([[], *texts, [3, 4]], {}, "does not begin with"),  # other text numbers
+        (texts[:3], {}, "does not begin with"),
+        (texts, {"k": 5}, "k: got 5; the folder has 3"),
     ):
         with pytest.raises(InputError, match=reason):
-            neurons.neuron_statistics(model, NAMES, corpus_of(other_texts), **(options | more))
+            neurons.neuron_statistics(plain, NAMES, corpus_of(other_texts), **(options | more))
 
 
 @pytest.mark.parametrize(
-    ("names", "texts", "options", "reason"),
+    ("names", "corpus", "reason"),
     [
-        (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
-        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, 1 or more"),
-        (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
-        (p.Sites(NAMES, -1), [[1]], {}, "got positions=-1; expected heads without positions"),
-        (NAMES, [[]], {}, "has no tokens except BOS"),
-        (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
-        (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
-        (NAMES, [[1]], {"by": "attribution", "metric": p.kl()}, "kl compares with another run"),
+        (["L0H1"], corpus_of([[1]]), "got L0H1, an attention head; expected neurons"),
+        (
+            p.Sites(NAMES, -1),
+            corpus_of([[1]]),
+            "got positions=-1; expected heads without",
+        ),
+        (NAMES, corpus_of([[]]), "has no tokens except BOS"),
+        (NAMES, corpus_of("no.txt"), "'no.txt' is not a file of texts.*put a single text into a"),
+        (NAMES, neurons.Corpus([[1]], context=18), "got context=18; expected 2 to 17, the model's"),
     ],
 )
-def test_refused(plain, names, texts, options, reason):
+def test_refused(plain, names, corpus, reason):
     with pytest.raises(InputError, match=reason):
-        neurons.top_examples(plain, names, corpus_of(texts), **options)
+        neurons.top_examples(plain, names, corpus)
 
 
-def test_a_corpus_is_refused(plain):
-    with pytest.raises(InputError, match="got context=18; expected 2 to 17, the model's context"):
-        neurons.top_examples(plain, NAMES, neurons.Corpus([[1]], context=18))
-    with pytest.raises(InputError, match=r"got a list; expected a corpus: neurons\.Corpus\(texts"):
-        neurons.top_examples(plain, NAMES, [[1]])
+def test_a_corpus_is_refused_with_every_reason():
     with pytest.raises(InputError) as refused:
         neurons.Corpus({"text": "a"}, context=1, ends="first", before=-1, after=0.5)
     assert len(refused.value.reasons) == 5

@@ -8,16 +8,15 @@ import numpy as np
 import patched_runs as oracle
 import pytest
 import torch
-from common import of_a_library, tokens
+from common import changed, tokens
 
-from attn_only_lens import Contrast, Work, expose_neuron_heads
+from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
-from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.errors import InputError
 from attn_only_lens.patching.integrated_gradients import integrated_gradients
-from attn_only_lens.pretrained import small_english
 
 pytestmark = [
     pytest.mark.numeric,
@@ -38,8 +37,7 @@ def made(name):
 
 
 CLEAN = tokens(0, batch=1, pos=POS)
-CORRUPTED = CLEAN.clone()
-CORRUPTED[:, 1] = (CLEAN[:, 1] + 7) % 41
+CORRUPTED = changed(CLEAN, 1)
 PAIR = Contrast(CLEAN, CORRUPTED, METRIC)
 
 
@@ -132,58 +130,6 @@ def test_integrated_gradients_of_the_embedding_are_complete():
     assert abs(errors[0]) > 10 * abs(errors[2])  # control: one gradient alone is far off
 
 
-def test_tokens_that_enter_elsewhere_leave_no_path():
-    model, given = bridges.exposed_copy(bridges.boot("gpt2")), []
-    embedding = model.embed.W_E.detach()
-
-    def note(module, args, kwargs):
-        given.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
-
-    def with_tokens(module, args):
-        return (args[0] + embedding[given[-1]], *args[1:])
-
-    model.original_model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
-    model.blocks[1].register_forward_pre_hook(of_a_library(with_tokens))
-    with pytest.raises(UnsupportedModelError, match="the model reads tokens elsewhere"):
-        estimate(model, method="integrated")
-
-
-# Cost and state
-
-
-def state_of(model):
-    points = [m for m in model.modules() if hasattr(m, "_forward_hooks")]
-    hooks = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in points
-    ]
-    wants = [(q.requires_grad, q.grad is None, q._version) for q in model.parameters()]
-    return hooks, wants, torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("method", ["exact_gate", "integrated"])
-def test_the_model_is_left_as_it_was(method):
-    model = bridges.exposed_copy(bridges.boot("llama"))
-    for index, parameter in enumerate(model.parameters()):
-        parameter.requires_grad_(index % 2 == 0)
-    estimate(model, method=method)  # a bridge attaches some hooks in its first run with hooks
-    before = state_of(model)
-    with torch.no_grad():
-        within = estimate(model, method=method).frame
-    assert estimate(model, method=method).frame.equals(within)
-    assert state_of(model) == before
-    calls = []
-
-    def fails(logits):
-        calls.append(logits)
-        if logits.requires_grad and len(calls) > 5:
-            raise ZeroDivisionError
-        return logits[:, -1, 3].mean()
-
-    with pytest.raises(ZeroDivisionError):
-        estimate(model, replace(PAIR, metric=p.custom(fails, name="fails")), method)
-    assert state_of(model) == before
-
-
 # Refusals
 
 
@@ -191,13 +137,10 @@ def test_the_model_is_left_as_it_was(method):
     ("settings", "words"),
     [
         ({"direction": "zero", "method": "integrated"}, "interpolates between the clean"),
-        ({"method": "atp"}, "got method='atp'"),
         ({"part": "q", "method": "secant"}, "expected part='z'"),
         ({"split": True}, "got split=True with method='exact_gate'"),
-        ({"steps": 3}, "expected steps=None"),
         ({"steps": 0, "method": "integrated"}, "got steps=0"),
         ({"work": Work(batch_size=3)}, "got batch_size=3 in work; this function does not use"),
-        ({"contrast": replace(PAIR, corrupted=CLEAN)}, "identical prompts"),
         ({"contrast": replace(PAIR, metric=lambda x: 0 * x.sum())}, "constant"),
         ({"contrast": replace(PAIR, metric=lambda x: x.detach()[:, -1, 3].mean())}, "detached"),
     ],
@@ -207,20 +150,9 @@ def test_refusals(settings, words):
         estimate(made("gpt2"), **settings)
 
 
-@pytest.mark.parametrize("metric", ["kl", "clamped"])
-def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
+def test_a_metric_that_is_flat_where_it_is_patched_into():
     """Refuse a metric with a zero gradient on the patched run: all its estimates would be zero."""
-    model = made("llama")
-    with torch.no_grad():
-        clean_logits, corrupted_logits = model(CLEAN), model(CORRUPTED)
-    difference = (clean_logits - corrupted_logits)[0, -1]
-    token = int(difference.argmax())
-    top = float(clean_logits[0, -1, token] - difference[token] / 7)  # below the clean logit
-    metric = {
-        "kl": p.kl(),
-        "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
-    }[metric]
-    contrast = replace(PAIR, metric=metric)
+    model, contrast = made("llama"), replace(PAIR, metric=p.kl())
     for method in ("gradient", "exact_gate"):
         with pytest.raises(InputError, match="gradient is zero on the run that is patched"):
             estimate(model, contrast, method, direction="noise")
@@ -232,20 +164,11 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
 
 def test_a_padding_token_with_a_zero_embedding():
     """Transformers sets the embedding of `padding_idx` to zero, so a norm's input can be zero."""
-    model = small_english()
-    pad = model.tokenizer.pad_token_id
-    sides = []
-    for texts in (
-        ("The dogs", "The keys near the cabinet"),
-        ("The dog", "The key near the cabinet"),
-    ):
-        short, long = (model.to_tokens(text)[0] for text in texts)
-        padding = torch.full((len(long) - len(short),), pad)
-        sides.append(torch.stack([torch.cat([short, padding]), long]))
-    mask = torch.ones_like(sides[0])
-    mask[0, len(short) :] = 0
-    expose_neuron_heads(model)
-    contrast = Contrast(*sides, p.logit_diff(" are", " is"), mask=mask)
+    model, pad = bridges.exposed_copy(bridges.boot("llama")), 0
+    clean, mask = tokens(3, batch=2, pos=POS), torch.tensor([[1, 1, 1, 0, 0], [1] * POS])
+    sides = (side.where(mask.bool(), torch.tensor(pad)) for side in (clean, changed(clean, 1)))
+    contrast = Contrast(*sides, METRIC, mask=mask)
+    assert not (contrast.clean[mask.bool()] == pad).any()
     before = estimate(model, contrast, "secant", per_prompt=True).to_frame()
     with torch.no_grad():
         model.original_model.get_input_embeddings().weight[pad] = 0

@@ -1,31 +1,29 @@
 """Tests of how sweeps run: batches, memory, clean-up after errors, and resuming."""
 
 from dataclasses import replace
+from functools import partial
 
 import bridges
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import interrupted, of_a_library, tokens
+from common import changed, interrupted, of_a_library, tokens
 
 from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.patching import site_groups
-from attn_only_lens.work import work_reasons
+from attn_only_lens.storage.chunks import ChunkStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
-POS = 11
 METRIC = p.logit_diff(correct=7, wrong=8)
 SITES = ["L0N36", "L0N5", "L1N5", "L1N29", "L0H1", "L1H0"]
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 
 
 CLEAN = tokens(1)
-CORRUPTED = CLEAN.clone()
-CORRUPTED[:, 4], CORRUPTED[:, 7] = (CLEAN[:, 4] + 5) % 41, (CLEAN[:, 7] + 3) % 41
-PAIR = Contrast(CLEAN, CORRUPTED, METRIC)
+PAIR = Contrast(CLEAN, changed(CLEAN, [4, 7]), METRIC)
 
 
 @pytest.fixture
@@ -70,19 +68,36 @@ def test_out_of_memory(model, batch_size, error):
 
 
 def state(model):
-    """Return everything that a sweep may attach to a model while it runs."""
+    """Return everything that an analysis may attach to a model while it runs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {
+    modules = {
         name: (type(m), vars(m).get("forward"), m.training, [dict(getattr(m, k)) for k in kinds])
         for name, m in model.named_modules()
     }
+    weights = [(w.requires_grad, w.grad is None, w._version) for w in model.parameters()]
+    return modules, weights, torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("name", "after"), [("gpt2", 12), ("gemma2", 6), ("native", 1)])
-def test_an_error_leaves_the_model_as_it_was(name, after):
+def attributed(model, method):
+    return p.attribution(model, PAIR, sites=SITES, method=p.Estimate(method, budget=0)).to_frame()
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "after"),
+    [
+        ("gpt2", partial(sweep, work=Work(batch_size=3)), 12),
+        ("native", sweep, 1),
+        ("llama", partial(attributed, method="exact_gate"), 1),
+        ("llama", partial(attributed, method="integrated"), 3),
+        ("llama", partial(attributed, method="secant"), 1),
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(name, run, after):
     model, calls = bridges.exposed_copy(bridges.boot(name)), []
-    model.train(name != "gpt2")  # GPT-2 has dropout
-    logits = model(CLEAN)
+    model.train(name == "native")  # others have dropout
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    expected, logits = run(model), model(CLEAN)  # a bridge attaches some hooks in its first run
     block = model.blocks[-1]
     vars(block)["forward"] = block.forward  # accelerate leaves this on models that it places
     block.register_forward_pre_hook(lambda *_: None).remove()
@@ -95,13 +110,12 @@ def test_an_error_leaves_the_model_as_it_was(name, after):
 
     handle = block.mlp.register_forward_pre_hook(of_a_library(fail))
     with handle, pytest.raises(ZeroDivisionError):
-        sweep(model, work=Work(batch_size=3))
+        run(model)
     assert state(model) == before
     assert torch.equal(model(CLEAN), logits)
-    assert len(sweep(model)) == len(SITES) * POS
+    with torch.no_grad():
+        pd.testing.assert_frame_equal(run(model), expected, **SAME)
     assert state(model) == before
-    assert torch.is_grad_enabled()
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
@@ -124,16 +138,15 @@ def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
 
 
 def test_results_of_another_job_are_refused(model, tmp_path):
-    work, changed, mask = Work(resume=tmp_path / "parts"), CORRUPTED.clone(), torch.ones_like(CLEAN)
+    work, mask = Work(resume=tmp_path / "parts"), torch.ones_like(CLEAN)
     sweep(model, work=work)
-    changed[0, 2], mask[:, 0] = (changed[0, 2] + 1) % 41, 0
+    mask[:, 0] = 0
     for how, named in (
         ({"part": "pattern"}, "part"),
-        ({"direction": "noise"}, "direction"),
         ({"sites": p.Sites(SITES, "all")}, "positions"),
         ({"contrast": replace(PAIR, metric=p.logit_diff(correct=7, wrong=9))}, "metric"),
         ({"contrast": replace(PAIR, mask=mask)}, "mask"),
-        ({"contrast": replace(PAIR, corrupted=changed)}, "corrupted"),
+        ({"contrast": replace(PAIR, corrupted=changed(PAIR.corrupted, 2))}, "corrupted"),
     ):
         with pytest.raises(InputError, match=f"(?s)belongs to another job.*{named}: got"):
             sweep(model, work=work, **how)
@@ -169,17 +182,22 @@ def test_a_users_function_needs_a_version_to_be_resumed(model, tmp_path):
             swept(fn, version=version)
 
 
-def test_the_same_name_with_other_answers_is_another_metric():
-    """The metrics share a name, which shows only the first answers, and are still told apart."""
-    many = list(range(1, 40))
-    one, two = (p.logit_diff([*many, last], [0] * 40) for last in (40, 41))
-    assert one.name == two.name
-    assert one.identity() != two.identity()
+# Chunks on disk; `tests/storage` tests damaged ones
 
 
-def test_work_is_checked_when_it_is_made():
-    with pytest.raises(InputError) as caught:
-        Work(batch_size=0, prompts_at_once=2.0)
-    assert len(caught.value.reasons) == 2
-    (unused,) = work_reasons(Work(resume="here"), "batch_size", "prompts_at_once", "resume")
-    assert unused.startswith("got resume='here' in work")
+def test_other_chunks_and_folders_are_refused(tmp_path):
+    foreign = ChunkStore(tmp_path / "theirs", {"metric": "loss"})
+    store = ChunkStore(tmp_path / "ours", {"metric": "kl"})
+    foreign.put("a", {"a": np.zeros(3)})
+    store.put("b", {"a": np.zeros(3)})
+    for chunk, match in ((foreign.path("a"), "other settings"), (store.path("b"), "other key")):
+        store.path("a").write_bytes(chunk.read_bytes())
+        with pytest.raises(CheckpointError, match=match):
+            store.get("a")
+    for value in (torch.zeros(1), float("nan")):
+        with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+            ChunkStore(tmp_path / "other", {"value": value})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years")
+    with pytest.raises(InputError, match=r"holds \['thesis.tex'\]"):
+        ChunkStore(tmp_path / "full", {"metric": "kl"})

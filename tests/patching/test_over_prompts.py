@@ -1,5 +1,9 @@
-"""Tests of means over prompts, standard errors and rows of prompts, against single-prompt runs."""
+"""Tests of rows of prompts, their means, standard errors and p-values.
 
+The oracles are runs of single prompts, numerical integration, and the definition of the rates.
+"""
+
+import math
 import statistics
 from dataclasses import replace
 
@@ -7,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import tokens
+from common import changed, tokens
 from patched_runs import cached, logit_diff, mask_at, patched_logits
 
 from attn_only_lens import Contrast, Work
@@ -27,8 +31,7 @@ EXACT = 1e-10
 def pair():
     """Return three pairs of different lengths, padded on the right."""
     clean = tokens(5, batch=3, pos=max(LENGTHS))
-    corrupted = clean.clone()
-    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    corrupted = changed(clean, 1)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     roles = {"start": 0, "changed": [1, 1, -4], "end": -1}
     return Contrast(clean, corrupted, METRIC, mask=mask.long(), roles=roles)
@@ -100,10 +103,12 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
 
 
 @pytest.mark.parametrize(
-    ("metric", "part"), [(METRIC, "q"), (p.loss(), "z")], ids=["equal weights", "by tokens"]
+    ("metric", "part", "method"),
+    [(METRIC, "q", "exact_gate"), (p.loss(), "z", "secant")],
+    ids=["equal weights", "by tokens"],
 )
-def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part):
-    settings = {"sites": SITES, "part": part, "method": p.Estimate(budget=0)}
+def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part, method):
+    settings = {"sites": SITES, "part": part, "method": p.Estimate(method, budget=0)}
     contrast = replace(PAIR, metric=metric)
     whole, rows = (
         p.attribution(model, contrast, per_prompt=per_prompt, **settings)
@@ -137,11 +142,9 @@ def test_rows_show_the_tokens_and_roles_of_their_prompts(model, tmp_path):
         [str(token) if i < n else None for i, token in enumerate(row)]
         for n, row in zip(LENGTHS, PAIR.clean.tolist(), strict=True)
     ]
-    ends = [n - 1 for n in LENGTHS]
+    roles = {"start": [0, 0, 0], "changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
     for result in (sweep, sweep.query("prompt == 1")):
-        assert result.tokens.clean == texts
-        assert result.tokens.corrupted[2][1] == str(PAIR.corrupted[2, 1].item())
-        assert result.tokens.roles == {"start": [0, 0, 0], "changed": [1, 1, 1], "end": ends}
+        assert (result.tokens.clean, result.tokens.roles) == (texts, roles)
     # The same labels at other positions are other settings, so the sweep is not resumed.
     moved = replace(PAIR, roles={**PAIR.roles, "changed": [1, 1, -3]})
     with pytest.raises(InputError, match="where: got"):
@@ -164,3 +167,117 @@ def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_
         pd.testing.assert_frame_equal(p.Sweep.load(tmp_path / "blind.csv").frame, blind.frame)
     one = p.activation_patch(model, replace(pair_alone(0), metric=mean.metric), sites=SITES)
     assert "score_standard_error" not in one.frame
+
+
+def test_paths(model, tmp_path):
+    senders, key = ["L0H1", "L0N3"], ["sender", "receiver", "position"]
+    receivers = ["L1H0", "L1N5", "logits"]
+    edges = p.Edges(p.Sites(senders, ["changed", "end"]), receivers, "z", "anew")
+
+    def patched(**options):
+        return p.path_patch(model, PAIR, edges, top=5, **options)
+
+    def by_path(frame):
+        return frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
+
+    rows = patched(per_prompt=True, work=Work(prompts_at_once=1))
+    n = len(rows.frame) // 3
+    assert rows.frame["prompt"].tolist() == [0, 1, 2] * n
+    for i, length in enumerate(LENGTHS):
+        roles = {1: "changed", length - 1: "end"}
+        of_one = replace(edges, senders=p.Sites(senders, list(roles)))
+        one = p.path_patch(model, pair_alone(i), of_one).frame
+        one["position"] = one["position"].map(roles)
+        of_prompt = by_path(rows.frame[rows.frame["prompt"] == i])
+        np.testing.assert_allclose(of_prompt, by_path(one)[of_prompt.index], atol=EXACT)
+    values, unpatched, scores = (
+        rows.frame[name].to_numpy().reshape(n, 3) for name in ("value", "unpatched", "score")
+    )
+    assert np.ptp(values, axis=1).max() > 1e-3  # control: prompts differ
+    resumed = Work(prompts_at_once=2, resume=tmp_path / "paths")
+    for together in (patched(), patched(work=resumed)):
+        frame, span = together.frame, together.clean_value - together.corrupted_value
+        assert frame[key].equals(rows.frame[key].iloc[::3].reset_index(drop=True))
+        for name, expected in {
+            "value": values.mean(axis=1),
+            "score": scores.mean(axis=1),
+            "value_standard_error": values.std(axis=1, ddof=1) / 3**0.5,
+            "score_standard_error": (values - unpatched).std(axis=1, ddof=1) / 3**0.5 / abs(span),
+            "estimate": rows.frame["estimate"][::3],
+        }.items():
+            np.testing.assert_allclose(frame[name], expected, atol=EXACT)
+    with pytest.raises(InputError, match="per_prompt: got"):
+        patched(work=resumed, per_prompt=True)
+    rows.save(tmp_path / "rows.csv")
+    assert p.Paths.load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
+
+
+# Significance
+
+N, TESTED = 11, ["L0H1", "L0N29", "L1H0", "L1N3"]
+MANY = tokens(5, batch=N, pos=5)
+MANY = Contrast(MANY, changed(MANY, 1), p.logit_diff(7, 11))
+
+
+def tail(t, df, steps=200_000):
+    """Return the probability of a larger |t|, by Simpson's rule over Student's density."""
+    x = np.linspace(0, abs(t), 2 * steps + 1)
+    size = math.gamma((df + 1) / 2) / math.sqrt(df * math.pi) / math.gamma(df / 2)
+    y = size * (1 + x**2 / df) ** (-(df + 1) / 2)
+    inside = (y[0] + 4 * y[1::2].sum() + 2 * y[2:-1:2].sum() + y[-1]) * (x[1] - x[0]) / 3
+    return 1 - 2 * inside
+
+
+def discovered(p_values, rate):
+    """Return which hypotheses Benjamini and Yekutieli (2001, theorem 1.3) reject."""
+    m, order = len(p_values), sorted(range(len(p_values)), key=lambda i: p_values[i])
+    harmonic = sum(1 / i for i in range(1, m + 1))
+    largest = [k for k in range(1, m + 1) if p_values[order[k - 1]] <= k * rate / m / harmonic]
+    return set(order[: max(largest, default=0)])
+
+
+@pytest.mark.parametrize(
+    ("run", "direction"), [(p.activation_patch, "noise"), (p.attribution, "denoise")]
+)
+def test_values_of_single_prompts_have_these_p_values(model, run, direction):
+    how = {"sites": p.Sites(TESTED, positions=[0, 1, -1]), "direction": direction}
+    if run is p.attribution:
+        how["method"] = p.Estimate("exact_gate", budget=0)
+    sweep, rows = run(model, MANY, **how), run(model, MANY, **how, per_prompt=True)
+    span = sweep.clean_value - sweep.corrupted_value
+    effects = rows.frame.assign(effect=(rows.frame["value"] - rows.frame["unpatched"]) / span)
+    got = sweep.significance()
+    assert len(got) == 3 * len(TESTED)
+    some = 0
+    for row in got.itertuples():
+        here = effects[(effects["name"] == row.name) & (effects["position"] == row.position)]
+        values = here["effect"].tolist()
+        assert len(values) == N
+        mean = sum(values) / N
+        error = math.sqrt(sum((x - mean) ** 2 for x in values) / (N - 1) / N)
+        assert (row.effect, row.standard_error) == pytest.approx((mean, error), abs=1e-12)
+        if abs(mean) < 1e-5:  # before the change, or without a path to the metric
+            assert abs(mean) < 1e-12
+            assert (row.p, row.q) == (1, 1)
+        else:
+            assert row.p == pytest.approx(tail(mean / error, N - 1), abs=1e-9)
+            some += row.p < 0.5
+    assert 0 < some < len(got)
+    values, q = got["p"].tolist(), got["q"].to_numpy()
+    for rate in np.unique([0.01, 0.3, *(q[q < 1] + 1e-9), *(q[q < 1] - 1e-9)]):
+        assert set(np.flatnonzero(q <= rate)) == discovered(values, rate)
+
+
+def test_sweeps_without_p_values_are_refused(model):
+    def patched(contrast):
+        return p.activation_patch(model, contrast, sites=p.Sites(TESTED[:1], positions=-1))
+
+    twice = torch.arange(N) % 9
+    for contrast, match in (
+        (Contrast(MANY.clean[:7], MANY.corrupted[:7], MANY.metric), "got 7 prompts; expected 8 or"),
+        (replace(MANY, metric=lambda logits: logits[:, -1, 7].mean()), "without standard errors"),
+        (Contrast(MANY.clean[twice], MANY.corrupted[twice], MANY.metric), r"prompts \[9, 10\] twi"),
+    ):
+        with pytest.raises(InputError, match=match):
+            patched(contrast).significance()
+    assert patched(MANY).query("layer == 1").significance().empty

@@ -4,9 +4,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -143,32 +141,15 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
     assert len(list(folder.iterdir())) == 6  # the settings and five chunks
 
 
-def test_processes_need_a_folder(swept, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="2 processes were launched"):
-        swept()
-
-
-def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):
+def test_a_chunk_that_nobody_writes_ends_the_wait(swept, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "_PATIENCE", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    chunks = [One("a"), One("b")]
-    waiting = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")
-    assert next(waiting)[0].key == "a"
-    with pytest.raises(InputError, match=r"lacks b: .*another process died"):
-        next(waiting)
+    with pytest.raises(InputError, match="2 processes were launched"):
+        swept()  # without a folder
+    with pytest.raises(InputError, match="another process died"):
+        swept(tmp_path / "chunks")
     # A process started alone computes the missing chunks; RANK without WORLD_SIZE is ignored.
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("RANK", "3")
-    again = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")
-    assert [chunk.key for chunk, _ in again] == ["a", "b"]
-
-
-class One(NamedTuple):
-    key: str
-    size: int = 1
-
-
-def numbers(chunk):
-    return {"n": np.array([len(chunk.key)])}
+    pd.testing.assert_frame_equal(swept(tmp_path / "chunks").frame, expected, check_exact=True)

@@ -11,9 +11,9 @@ import transformers
 from bridges import bridged
 from patched_runs import difference, whole_runs
 
-from attn_only_lens import Contrast, HeadName, expose_neuron_heads
+from analyses.tools import brackets
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
 
 pytestmark = [
@@ -220,7 +220,10 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(as_if_large, tmp_p
     assert sweep.unknown["neuron"] == f"{n} estimates are of sites before a switch"
     sweep.save(tmp_path / "sweep.csv")
     again = p.Sweep.load(tmp_path / "sweep.csv")
-    assert (again.unknown, repr(again)) == (sweep.unknown, repr(sweep))
+    for name in ("unknown", "expected_pearson", "forwards"):
+        assert getattr(again, name) == getattr(sweep, name)
+    assert again.frame["exact"].equals(sweep.frame["exact"])
+    assert repr(again) == repr(sweep)
     # Control: without exact patches, a gradient ranks a row first whose effect has another sign.
     plain = ask(model=model, budget=0)
     assert plain.frame["before_switch"].equals(before.rename("before_switch"))
@@ -244,60 +247,6 @@ def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates():
     assert ((repaired - patched) ** 2).sum() < 0.2 * ((alone - patched) ** 2).sum()
 
 
-def keys_by_hand(model, layer):
-    """Return Σ_t a² ‖g‖ / ‖x‖ of z of a bridge layer's heads and neurons, with plain hooks."""
-    block, kept = f"blocks.{layer}", {}
-    points = {"x": f"{block}.hook_resid_post", "out": f"{block}.hook_attn_out"}
-    points |= {"pre": f"{block}.hook_resid_pre", "z": f"{block}.attn.hook_z"}
-    points |= {"post": f"{block}.mlp.hook_neuron_act"}
-    names = {model.hook_dict[name].name: key for key, name in points.items()}
-
-    def keep(value, hook):
-        value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-        kept[names[hook.name]] = value
-        return value
-
-    with model.hooks(fwd_hooks=[(name, keep) for name in points.values()]):
-        model(CLEAN)
-        clean = {key: value.detach() for key, value in kept.items()}
-        logits = model(CORRUPTED)
-        difference = logits[0, -1, 7] - logits[0, -1, 11]
-        g_post, g_mid = torch.autograd.grad(difference, [kept["x"], kept["out"]])
-    dirty = {key: value.detach() for key, value in kept.items()}
-    middle = dirty["pre"] + dirty["out"]
-    of_neurons = (g_post.norm(dim=-1) / dirty["x"].norm(dim=-1))[0]
-    of_heads = (g_mid.norm(dim=-1) / middle.norm(dim=-1))[0]
-    W_O, W_out = model.blocks[layer].attn.W_O, model.blocks[layer].mlp.W_out
-    expected = {}
-    for t in range(5):
-        for i in range(37):
-            a = (clean["post"] - dirty["post"])[0, t, i, 0] * W_out[i].norm()
-            expected[f"L{layer}N{i}", t] = float(a**2 * of_neurons[t])
-        for h in range(2):
-            a = ((clean["z"] - dirty["z"])[0, t, h] @ W_O[h]).norm()
-            expected[f"L{layer}H{h}", t] = float(a**2 * of_heads[t])
-    return pd.Series(expected)
-
-
-def test_the_key_by_plain_hooks(monkeypatch):
-    """The key decides which sites are repaired first."""
-    seen = {}
-
-    class Looking(repairs.Repairer):
-        def __init__(self, runner, groups, keys, *args, **options):
-            for group, of_group in zip(groups, keys.split([*map(len, groups)]), strict=True):
-                for head, place, key in zip(group.head, group.place, of_group, strict=True):
-                    site = group.sites.names[head], group.positions[place].label
-                    seen[site] = float(key)
-            super().__init__(runner, groups, keys, *args, **options)
-
-    monkeypatch.setattr("attn_only_lens.patching.estimator.Repairer", Looking)
-    ask(budget=1)
-    expected = keys_by_hand(bridge(), 1)
-    assert (pd.Series(seen).reindex(expected.index) - expected).abs().max() < 1e-9 * expected.max()
-    assert expected.max() > 10 * expected.median() > 0
-
-
 def test_names_that_say_where():
     """Names with positions select rows of a whole sweep; -1 is 4 here, and both are labels."""
     names = ["L0N5@1", "L0N5@-1", "L2H1@3"]
@@ -310,55 +259,34 @@ def test_names_that_say_where():
 
     mixed = patched(["L1N3@2", "L1N7"], 3)
     assert sorted(mixed.index) == [("L1N3", 2), ("L1N7", 3)]
-    with pytest.raises(InputError, match="0 or more forward passes, or 'auto'"):
-        ask(budget=-1)
-    for sites, positions, words in (
-        (["L0N5@9"], "each", "from -5 to 4"),
-        (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
-        (["L0N5@1"], [1], "names that all include a position"),
-        (["L0N5@1", "L0N7"], "end", "positions='end' for L0N7, but other names include numbers"),
-        (["L0N5@verb"], "each", "got the role 'verb'; expected a role of the contrast: subject, e"),
-    ):
-        with pytest.raises(InputError, match=words):
-            p.activation_patch(bridge(), PAIR, sites=p.Sites(sites, positions))
-    # Position -1 of one head next to all positions of another.
-    both = patched(["L0N5@4", "L1H1@-1", "L0N7"])
-    assert abs(both["L0N5", 4] - exact()["L0N5", 4]) < 1e-12
-    assert abs(both["L1H1", -1] - exact()["L1H1", 4]) < 1e-12
-    assert len(both) == 7
 
 
-def test_one_prompt_alone():
-    """The score is the share of the metric that is left without the head, by plain hooks."""
-    model = bridge()
-    with torch.no_grad():
-        logits = model(CLEAN)[0, -1]
-    whole = float(logits[7] - logits[11])
-    alone = replace(PAIR, corrupted=None)
-    how = {"contrast": alone, "direction": "zero", "sites": p.Sites(["L0N5", "L1H1"], "all")}
-    sweep = p.activation_patch(model, **how)
-    hook = HeadName.parse("L1H1").hook("z", model)
-
-    def without(value, hook):
-        value = value.clone()
-        value[:, :, 1] = 0
-        return value
-
-    with torch.no_grad(), model.hooks(fwd_hooks=[(hook, without)]):
-        left = model(CLEAN)[0, -1]
-    assert abs(scores(sweep)["L1H1", "all"] - float(left[7] - left[11]) / whole) < 1e-10
-    assert (sweep.clean_value, sweep.corrupted_value) == (pytest.approx(whole), 0.0)
-    with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
-        p.attribution(model, alone)
+# A saturated model
 
 
-def test_kept_in_a_file(tmp_path):
-    """Files keep the exact rows and the expected correlation, also if there are none."""
-    for budget, suffix in ((1e-9, "csv"), (4, "parquet")):
-        sweep = ask(budget=budget)
-        assert sweep.frame["exact"].any() == (budget > 1)
-        sweep.save(tmp_path / f"found.{suffix}")
-        again = p.Sweep.load(tmp_path / f"found.{suffix}")
-        assert again.frame["exact"].tolist() == sweep.frame["exact"].tolist()
-        assert again.expected_pearson == sweep.expected_pearson
-        assert (again.forwards, repr(again)) == (sweep.forwards, repr(sweep))
+def pearsons(exact, estimated):
+    """Return the correlation of the exact and estimated effects among heads of each kind."""
+    kinds = exact.frame["kind"].to_numpy()
+    return {
+        kind: np.corrcoef(exact.effect[kinds == kind], estimated.effect[kinds == kind])[0, 1]
+        for kind in ("attention", "neuron")
+    }
+
+
+def test_no_more_is_promised_than_is_reached():
+    """The default gives what patches give, in a classifier of brackets with poor gradients."""
+    model = expose_neuron_heads(brackets.load()).model
+    contrast = Contrast(*next(iter(brackets.pairs(model, seed=3))), brackets.BALANCED)
+    lowest = 1.0
+    for direction in ("denoise", "noise"):
+        how = {"model": model, "contrast": contrast, "direction": direction}
+        exact, sweep = p.activation_patch(**how), p.attribution(**how)
+        assert min(pearsons(exact, sweep).values()) > 0.999
+        assert min(sweep.expected_pearson.values()) > 0.98
+        for budget in (0, 1, 3):
+            few = p.attribution(**how, method=p.Estimate(budget=budget))
+            reached = pearsons(exact, few)
+            lowest = min(lowest, *reached.values())
+            for kind, expected in few.expected_pearson.items():
+                assert expected is None or expected - reached[kind] <= 0.02
+    assert lowest < 0.9  # control: estimates without repairs correlate far less
