@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-from oracles.definitions import MLP, GeneralizedSiLU, Head, direct_sum, msoftmax
+from oracles.definitions import MLP, GeneralizedSiLU, direct_sum, msoftmax
 from oracles.theorem_3 import factors, neuron_heads
 
 N, D, D_MLP = 7, 5, 11
@@ -52,23 +52,6 @@ def mlp():
     return MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
 
 
-def test_the_matrices_symbol_for_symbol(mlp):
-    heads = neuron_heads(mlp, N)
-    assert len(heads) == D_MLP
-    for i, head in enumerate(heads):
-        assert head.W_QK.shape == head.W_OV.shape == (D + 1, D + 1)
-        for r in range(D + 1):
-            for c in range(D + 1):
-                qk = -A_2 * mlp.V_1[r, i] if r < D and c == D else 0.0
-                ov = A_1 * A_2 * mlp.V_1[r, i] * mlp.V_2[i, c] if r < D and c < D else 0.0
-                assert math.isclose(head.W_QK[r, c], qk, rel_tol=1e-15)
-                assert math.isclose(head.W_OV[r, c], ov, rel_tol=1e-15)
-        assert head.mask.shape == (N + 1, N + 1)
-        for r in range(N + 1):
-            for c in range(N + 1):
-                assert head.mask[r, c] == (1 if r == c or c == N else 0)
-
-
 @pytest.mark.parametrize(("a_1", "a_2"), ALPHAS)
 def test_the_mlp_is_the_sum_of_its_heads(X, mlp, a_1, a_2):
     """Cover gates that are open or shut up to rounding, X = 0, and one token."""
@@ -90,17 +73,6 @@ def test_scores_and_pattern_are_the_proofs(X, mlp):
                     weight = float(s == N)
                 assert math.isclose(scores[t, s], score, rel_tol=1e-12, abs_tol=1e-14)
                 assert math.isclose(pattern[t, s], weight, rel_tol=1e-12)
-
-
-def test_bias_token_first_the_mask_is_causal(X, mlp):
-    rows, columns = [N, *range(N)], [D, *range(D)]
-    total = 0
-    for head in neuron_heads(mlp, N):
-        mask = head.mask[rows][:, rows]
-        assert torch.equal(mask, mask.tril())
-        first = Head(head.W_QK[columns][:, columns], head.W_OV[columns][:, columns], mask)
-        total = total + first(bias_token(X)[rows][:, columns])
-    assert close(total, expected_mlp(mlp, X)[rows][:, columns])
 
 
 WRONG_MASKS = {
