@@ -13,6 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.weights import Constants, Weights, axes_of
+from attn_only_lens.growth.models._grow import growable_of
 
 
 def steps(n_new_layer=1, group=1):
@@ -231,3 +232,25 @@ def evaluate(weights, act=torch.relu, cap=None):
             x = x + wrote
     x = norm(x, "ln_final", c.final_norm)
     return x @ named["unembed.W_U"] + named.get("unembed.b_U", 0.0)
+
+
+def weights_and_gradients(model):
+    """Return weights and their gradients, by the names and in the layout of `Weights`."""
+    growable = growable_of(model)
+    named = growable.named_parameters()
+    return {
+        layout.name: (
+            layout.to_weights(named[name].detach()),
+            layout.to_weights(torch.zeros_like(p) if (p := named[name]).grad is None else p.grad),
+        )
+        for name, layout in growable.parameters().items()
+    }
+
+
+def is_new(provenance, name, tensor):
+    """Return a mask of a tensor's new entries."""
+    mask, old = torch.ones_like(tensor), provenance.old_name(name)
+    if old is not None:
+        moved = provenance.tensor_map(old)
+        mask = moved.put(torch.zeros([len(axis.new_of) for axis in moved.axes]).double(), mask)
+    return mask.bool()

@@ -247,10 +247,9 @@ def test_what_is_normed_on_its_way(name, suffix):
     _, source, cache = caches(name)
     block = source.model.blocks[1]
 
-    def normed(output, norm):
-        return (
-            output * getattr(block, norm + suffix).w / source[f"blocks.1.{norm}{suffix}.hook_scale"]
-        )
+    def normed(output, name):
+        norm = f"{name}{suffix}"
+        return output * getattr(block, norm).w / source[f"blocks.1.{norm}.hook_scale"]
 
     z = source["post", 1][..., 29, None] - block.mlp.b_in[29]
     expected = normed(z * block.mlp.W_out[29], "ln2")

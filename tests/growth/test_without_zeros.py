@@ -3,13 +3,20 @@
 import pytest
 import torch
 from common import relative, tokens
-from growing import evaluate, group_size, loss, native, random_weights, same_bits
+from growing import (
+    evaluate,
+    is_new,
+    loss,
+    native,
+    random_weights,
+    same_bits,
+    weights_and_gradients,
+)
 
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 from attn_only_lens.growth.expansion.initialise import _Splits
-from attn_only_lens.growth.models._grow import growable_of
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.numeric
@@ -18,23 +25,17 @@ EXACT = LOGIT_TOLERANCE[torch.float64]
 # The random values are large, so terms must cancel in pairs; small values would hide errors.
 INITS = {"cancelling": growth.init.cancelling(0.5), "splits": growth.init.splits(0.3, 0.7)}
 EVERY_INIT = pytest.mark.parametrize("init", INITS)
-EVEN = {
-    "neurons": growth.AddNeurons(4),
-    "heads": growth.AddHeads(6),
-    "values": growth.WidenValues(4),
-    "queries": growth.WidenQueriesAndKeys(4),
-    "stream": growth.WidenStream(4),
-    "layer": growth.InsertLayer(1),
-}
-ODD = {
-    "neurons": growth.AddNeurons(5),
-    "heads": growth.AddHeads(3),
-    "values": growth.WidenValues(3),
-    "queries": growth.WidenQueriesAndKeys(3),
-    "stream": growth.WidenStream(11),
-    "layer": growth.InsertLayer(1),
-}
-LN = {"norm": "LN", "final_norm": "LN"}
+NEURONS = growth.AddNeurons(4)
+WIDTH = growth.compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4))
+# Of an odd number of new units, one has no other to form a pair with.
+ODD = (
+    growth.AddNeurons(5),
+    growth.AddHeads(3),
+    growth.WidenValues(3),
+    growth.WidenQueriesAndKeys(3),
+    growth.WidenStream(11),
+    growth.InsertLayer(1),
+)
 # Constants of the weights
 CASES = {
     "layer norm": {"norm": "LN", "final_norm": "LN"},
@@ -46,20 +47,11 @@ CASES = {
 }
 
 
-def is_new(provenance, name, tensor):
-    """Return a mask of a tensor's new entries."""
-    mask, old = torch.ones_like(tensor), provenance.old_name(name)
-    if old is not None:
-        moved = provenance.tensor_map(old)
-        mask = moved.put(torch.zeros([len(axis.new_of) for axis in moved.axes]).double(), mask)
-    return mask.bool()
-
-
 @EVERY_INIT
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_function(case, init):
     weights = random_weights(**CASES[case])
-    steps = [step for step in ODD.values() if not step.reasons_against(weights)]
+    steps = [step for step in ODD if not step.reasons_against(weights)]
     grown, provenance = growth.compose(*steps)(weights, INITS[init], seed=3)
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
     assert provenance.ties
@@ -69,25 +61,21 @@ def test_the_same_function(case, init):
 @pytest.mark.parametrize("family", ["ln", "gated"])
 @pytest.mark.parametrize("init", [*INITS, "zeros in outputs"])
 def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
-    steps = {name: EVEN[name] for name in ("neurons", "heads", "layer")}
-    steps["width"] = growth.compose(EVEN["values"], EVEN["queries"])
-    if init == "splits":
-        del steps["layer"]  # zeros stay there
+    steps = {"neurons": NEURONS, "heads": growth.AddHeads(6), "width": WIDTH}
+    if init != "splits":  # zeros stay there
+        steps["layer"] = growth.InsertLayer(1)
     for step, expansion in steps.items():
         grown = grow(native(family), expansion, init=INITS.get(init))
         loss(grown.model).backward()
-        growable = growable_of(grown.model)
-        parameters = growable.named_parameters()
-        for parameter, layout in growable.parameters().items():
-            if not layout.name.endswith(("W_in", "W_gate", "W_V")):
+        for name, (_, gradient) in weights_and_gradients(grown.model).items():
+            if not name.endswith(("W_in", "W_gate", "W_V")):
                 continue
-            gradient = layout.to_weights(parameters[parameter].grad)
-            new = is_new(grown.provenance, layout.name, gradient)
-            if step == "layer" and not layout.name.endswith("W_V"):
+            new = is_new(grown.provenance, name, gradient)
+            if step == "layer" and not name.endswith("W_V"):
                 new[..., 36:] = False  # the odd neuron
             if new.any():
                 share = (gradient[new] != 0).double().mean()
-                assert (share == 0) if init == "zeros in outputs" else (share > 0.99), (step, new)
+                assert (share == 0) if init == "zeros in outputs" else (share > 0.99), (step, name)
 
 
 @EVERY_INIT
@@ -104,7 +92,7 @@ def test_some_heads_only(init):
 @EVERY_INIT
 def test_broken_pairs_change_the_function_and_are_refused(init):
     model = native()
-    grown = grow(model, EVEN["neurons"], init=INITS[init])
+    grown = grow(model, NEURONS, init=INITS[init])
     read(grown.model).tensors["blocks.1.mlp.W_in"][3, 39] += 1e-3
     assert relative(grown.model(tokens()), model(tokens())) > 1e-6
     with pytest.raises(GrowthError, match="were equal or opposite") as error:
@@ -127,7 +115,7 @@ def test_what_copies_write_goes_back_to_the_old_unit_after_training():
 
 
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
-    _, provenance = ODD["heads"](random_weights(), INITS["splits"])
+    _, provenance = growth.AddHeads(3)(random_weights(), INITS["splits"])
     with pytest.raises(KeyError, match="copies share the outputs of old units"):
         growth.activation_map(provenance, "blocks.1.attn.hook_result")
     assert growth.activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
@@ -135,7 +123,7 @@ def test_a_written_part_that_was_shared_out_is_no_old_activation():
 
 @pytest.mark.parametrize(("noise", "apart"), [(0.0, False), (0.7, True)])
 def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
-    grown = grow(native(), EVEN["neurons"], init=_Splits(0.3, noise))
+    grown = grow(native(), NEURONS, init=_Splits(0.3, noise))
     optimizer = torch.optim.Adam(grown.model.parameters(), lr=1e-2, eps=1e-12)
     (shares, *_) = grown.provenance.shares
     loss(grown.model).backward()
@@ -150,10 +138,7 @@ def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
 @EVERY_INIT
 def test_models_and_the_way_back_to_the_bit(init, dtype):
     model = native("gated", dtype)
-    width = growth.compose(EVEN["values"], EVEN["queries"])
-    step = growth.compose(
-        ODD["neurons"], growth.AddHeads(2 * group_size(model)), width, ODD["layer"]
-    )
-    grown = grow(model, step, init=INITS[init])
+    steps = (growth.AddNeurons(5), growth.AddHeads(2), WIDTH, growth.InsertLayer(1))
+    grown = grow(model, growth.compose(*steps), init=INITS[init])
     assert relative(grown.model(tokens()), model(tokens())) < LOGIT_TOLERANCE[dtype]
     assert same_bits(grown.shrink(), model)

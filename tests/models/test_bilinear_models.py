@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
-from models import FAMILIES, build
+from models import build
 
-from attn_only_lens import Bilinear, Contrast, calibrate, convert, expose_neuron_heads, patching
+from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads
 from attn_only_lens.errors import (
     InputError,
     UnknownHeadError,
@@ -50,7 +50,9 @@ def approximated(source, model):
     return source
 
 
-@pytest.mark.parametrize("name", [*list(FAMILIES)[:12], "parallel", "post_norm"])
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "relu", "silu_gated", "relu_gated", "parallel", "post_norm"]
+)
 @torch.no_grad()
 def test_float64(name):
     source = build(name)
@@ -67,34 +69,14 @@ def test_float64(name):
 @torch.no_grad()
 def test_the_control_fails():
     """Without its last head, or with its heads permuted, a neuron computes another function."""
-    source = build("gelu")
-    model = bilinear(source)
-    expected = model(tokens())
-
-    def drop(z, hook):
-        z[:, :, 3::4] = 0.0
-
-    def rotate(pattern, hook):
-        return pattern.roll(1, dims=1)
-
-    for point, edit in (("z", drop), ("pattern", rotate)):
+    model = bilinear(build("gelu"))
+    last = torch.arange(3, 4 * D_MLP, 4)
+    for point, edit in (
+        ("z", lambda z, hook: z.index_fill(2, last, 0.0)),
+        ("pattern", lambda pattern, hook: pattern.roll(1, dims=1)),
+    ):
         got = model.run_with_hooks(tokens(), fwd_hooks=[(f"blocks.3.attn.hook_{point}", edit)])
-        assert relative(got, expected) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["gelu", "relu"])
-@torch.no_grad()
-def test_no_nan_far_out(name):
-    model = build(name, dtype=torch.float16)
-    model.blocks[1].mlp.W_in.data[0] = 4.0  # the product with 2e4 overflows float16
-    attn = bilinear(model).blocks[3].attn
-    x = torch.zeros(1, 5, 26, dtype=torch.float16)
-    x[0, :, 0] = torch.tensor([0.0, 100.0, -100.0, 2e4, -2e4], dtype=torch.float16)
-    expected = model.blocks[1].mlp(x)
-    assert not (attn(x).isnan() & ~expected.isnan()).any()
-    for point in ("hook_pattern", "hook_attn_scores", "hook_k"):
-        with getattr(attn, point).register_forward_hook(lambda *_: None):
-            assert not (attn(x).isnan() & ~expected.isnan()).any()
+        assert relative(got, model(tokens())) > 1e-3
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
@@ -139,9 +121,6 @@ def test_heads_that_cancel_are_allowed_their_rounding():
     assert report.ok, report
     assert 8 < report.tolerance / LOGIT_TOLERANCE[torch.float32] < 17  # Σ|a| / R
     assert report.rounding < report.tolerance / 3
-    prompts = tokens(seed=1, batch=1), tokens(seed=2, batch=1)
-    contrast = Contrast(*prompts, patching.logit_diff(7, 11))
-    patching.attribution(model, contrast, method="integrated")
     damaged = bilinear(source, heads=6, copy_weights=True)
     damaged.blocks[3].attn.W_out.mul_(1.003)
     assert not verify(source, damaged, tokens()).ok
@@ -190,11 +169,9 @@ def test_refused_with_all_reasons():
     for model, gate, message in (
         (gelu, "bilinear", r"expected 'exact', attn_only_lens\.Bilinear"),
         (gelu, Bilinear(3), r"got heads=3; gelu has gates with \[1, 2, 4, 6, 8\]"),
-        (gelu, Bilinear(tolerance=1e-9), "8 heads"),
         (gelu, Bilinear(calibration=calibration), "leave it out"),
         (llama, Bilinear(), "calibrate"),
         (llama, Bilinear(tolerance=1e-3, calibration=calibration), "error depends on the limit"),
-        (llama, Bilinear(5, calibration=calibration), "got heads=5"),
         (llama, Bilinear(calibration=far), r"layers \[0\]: .*; layers \[2\]: "),
         (build("llama", n_layers=2), Bilinear(calibration=calibration), "ranges for 3 layers"),
         (build("relu", dtype=torch.float16), Bilinear(tolerance=1e-5), "convert in float32"),
