@@ -180,30 +180,16 @@ def test_what_is_refused(pair):
         ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
         ((model, grown, iter([])), {}, "got no contrasts"),
         ((model, grown, [3]), {}, "got an int as a batch"),
-        ((model, grown, alone(prompts[:1])), {}, "got no other text for prompt 0"),
         ((model, grown, good), {"null": null}, "the null model grew differently"),
-        ((model, grown, good), {"null": 3}, "the null model: got an int"),
         ((model, grown, good), {"work": Work(batch_size=2)}, "does not use batch_size"),
     ):
         with pytest.raises(ComparisonError) as error:
             compare(*arguments, **options)
         assert message in str(error.value), (message, str(error.value))
-    for contrast, message in (
-        (alone(prompts + 41), "values from"),
-        (alone(prompts, p.logit_diff(3, 99)), "99"),
-        (alone(prompts, p.logit_diff([3, 3, 3], 5)), "3"),
-        # the same prompts, rolled
-        (alone(prompts, p.logit_diff(3, 5)), "this metric is constant"),
-    ):
-        with pytest.raises((InputError, ComparisonError)) as error:
-            compare(model, grown, contrast)
-        assert message in str(error.value), (message, str(error.value))
-    with pytest.raises(ComparisonError) as error:
-        growth.ComparisonSizes(batch_size=0, faithfulness=2, n_patched=-1, n_nodes=1.5, edge_mass=0)
-    assert [reason.partition(";")[0] for reason in error.value.reasons] == [
-        *("got batch_size=0", "got n_patched=-1", "got n_nodes=1.5"),
-        *("got faithfulness=2", "got edge_mass=0"),
-    ]
+    with pytest.raises(InputError, match="values from"):
+        compare(model, grown, alone(prompts + 41))
+    with pytest.raises(ComparisonError, match="this metric is constant"):  # of prompts, rolled
+        compare(model, grown, alone(prompts, p.logit_diff(3, 5)))
     with pytest.raises(ComparisonError, match="got resamples=1; expected 2 or more, or 0 for none"):
         growth.ComparisonSizes(resamples=1)
     point = grown.model.hook_dict["blocks.0.hook_in"]

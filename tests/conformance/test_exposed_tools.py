@@ -10,18 +10,14 @@ from bridges import boot
 from common import mlp_hook
 from tiny_tokenizer import tiny_tokenizer
 from tools_of_transformerlens import (
-    CORRUPTED,
     NEED_A_NETWORK,
     NEED_NO_MODEL,
     TOOLS,
-    cached,
-    metric,
     outcome,
     public_functions,
     raises,
     same,
 )
-from transformer_lens import patching
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -106,30 +102,3 @@ def test_every_public_tool_is_run_or_needs_no_model():
     names = public_functions()
     assert names - run - NEED_NO_MODEL - NEED_A_NETWORK == set(), "new in TransformerLens"
     assert not NEED_NO_MODEL & run
-
-
-@pytest.mark.parametrize("name", [RAW, GROUPED])
-@torch.no_grad()
-def test_patching_of_neuron_heads(name):
-    """On neuron-heads, the patching functions for heads' z equal patches of the bridge's hook_post.
-
-    `generic_activation_patch` is not used: it takes every hook name with a z for attention's.
-    """
-    bridge, twin = boot(name), boot(name)
-    for model in (bridge, twin):
-        model.enable_compatibility_mode(disable_warnings=True)
-    expose_neuron_heads(bridge)
-
-    def patched(model, point, layer, head):
-        name, clean = mlp_hook(point, layer), cached(model)
-
-        def edit(x, hook):
-            return patching.layer_head_vector_patch_setter(x, (layer, head), clean[hook.name])
-
-        return metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, edit)])).item()
-
-    cells = [(layer, head) for layer in (0, 1) for head in range(5)]
-    expected = torch.tensor([patched(twin, "post", *cell) for cell in cells])
-    got = torch.tensor([patched(bridge, "z", *cell) for cell in cells])
-    assert expected.std() > 1e-3
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

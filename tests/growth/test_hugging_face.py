@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from bridges import FAMILIES, boot, bridged, original, randomise
+from bridges import FAMILIES, NO_DROPOUT, SIZES, boot, bridged, original, randomise
 from common import D_VOCAB, relative
 from growing import cached, in_float64, state, worst_activation
 from tiny_tokenizer import tiny_tokenizer
@@ -309,3 +309,52 @@ def test_the_caller_s_model_and_random_numbers_stay_as_they_are(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         grow(bridge, d_mlp=41)
     assert [module.training for module in bridge.modules()] == modes
+
+
+# BERT and RoBERTa, whose norms stand on the stream: x becomes norm(x + f(x)). New layers and a
+# wider stream are refused (test_refused.py), because no weights keep the function there.
+
+ON_THE_STREAM = growth.compose(STEPS["d_mlp"], growth.AddHeads(3), STEPS["d_head"])
+
+
+def masked_model(name, dtype=torch.float64):
+    if name == "bert":
+        return original("bert", dtype)
+    config = transformers.RobertaConfig(**SIZES | NO_DROPOUT | {"max_position_embeddings": 19})
+    model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
+    return randomise(model.to(dtype).eval())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_norms_on_the_stream(name, tmp_path):
+    model, tokens = masked_model(name), prompts()
+    logits = model(tokens).logits
+    bridge = bridged(model)
+    before = state(bridge)
+    grown = grow(bridge, ON_THE_STREAM, init=growth.init.normal(0.3), seed=3)
+    assert relative(grown.model(tokens), logits) < EXACT
+    assert relative(grown.model.original_model(tokens).logits, logits) < EXACT
+    assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
+    assert torch.equal(grown.shrink()(tokens), logits)
+    # Controls: zeros that are not zero; norms remove a constant, so they are random.
+    named = grown.model.original_model.named_parameters()
+    weights = {name.replace("_original_component.", ""): tensor for name, tensor in named}
+    for part in ("output.dense", "attention.output.dense", "attention.self.key"):
+        tensor = weights[f"{name}.encoder.layer.0.{part}.weight"]
+        kept, zeros = tensor.clone(), tensor == 0
+        assert zeros.any(), part
+        tensor[zeros] = torch.randn_like(kept)[zeros]
+        assert relative(grown.model(tokens), logits) > 1e-3, part
+        tensor.copy_(kept)
+    # The folder is transformers' own, if its configuration has these sizes.
+    bridge = bridged(masked_model(name, torch.float32))
+    bridge.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path / "tokenizer")
+    grown = grow(bridge, d_mlp=41)
+    folder = grown.save_pretrained(tmp_path / "grown")
+    alone = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    assert type(alone) is type(bridge.original_model)
+    assert relative(alone(tokens).logits, logits) < FLOAT32
+    assert read_provenance(folder) == grown.provenance
+    again = grow(load(folder), d_mlp=43, n_heads=5)
+    assert relative(again.model(tokens), logits) < FLOAT32

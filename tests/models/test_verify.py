@@ -144,7 +144,7 @@ def test_bilinear_gates(make):
 
 
 @torch.no_grad()
-def test_nan_with_hooks_alone_and_zeros(monkeypatch):
+def test_nan_with_hooks_alone(monkeypatch):
     """The nan is in the second of two outputs, where Python's `max` would return the first."""
     bridge = boot("llama")
     copy = exposed_copy(bridge, gate=bilinear(bridge))
@@ -158,17 +158,6 @@ def test_nan_with_hooks_alone_and_zeros(monkeypatch):
     report = verify(bridge, copy, tokens())
     assert math.isnan(report.rounding)
     assert not report.ok
-    # Relative to zero, every difference is large.
-    bridge = boot("gpt2")
-    for parameter in bridge.original_model.parameters():
-        parameter.zero_()
-    report = verify(bridge, exposed_copy(bridge), tokens())
-    assert report.ok
-    assert (report.by_layer["relative"] == 0).all()
-    changed = exposed_copy(bridge, copy_weights=True)
-    changed.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
-    changed.original_model.transformer.ln_f.bias.fill_(1.0)
-    assert verify(bridge, changed, tokens()).relative == math.inf
 
 
 def test_refused():

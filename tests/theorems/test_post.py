@@ -273,17 +273,3 @@ def test_value_matrices_are_split_exactly_over_heads_with_equal_patterns():
         assert torch.equal((many.W_V @ many.W_O).sum(0), matrix)
         assert torch.equal(many.W_Q, one.W_Q.expand_as(many.W_Q))
         assert torch.equal(many.W_K, one.W_K.expand_as(many.W_K))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"omega": 0.0}, r"omega: got 0\.0; expected a positive"),
-        ({"omega": 1.0, "slope": -1.0}, r"slope: got -1\.0"),
-        ({"omega": 1.0, "gauge": "paper"}, "gauge: got 'paper'; expected one of"),
-        ({"omega": EXACT}, r"\(n_tokens, d_model\) = \(7, 5\)"),
-    ],
-)
-def test_bad_arguments_and_streams_are_refused(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        post_transformer(plain_transformer(arrays(), False), N, **arguments).run(torch.zeros(3, D))
