@@ -110,6 +110,15 @@ def loss(model, prompts=None):
     return -scores.gather(-1, prompts[:, 1:, None]).mean()
 
 
+def training_step(model, optimizer, prompts=None):
+    """Do one training step, and return the loss before it."""
+    optimizer.zero_grad()
+    value = loss(model, prompts)
+    value.backward()
+    optimizer.step()
+    return value.item()
+
+
 def _cast(value):
     return torch.float64 if value is torch.float32 else value
 
@@ -254,3 +263,19 @@ def is_new(provenance, name, tensor):
         moved = provenance.tensor_map(old)
         mask = moved.put(torch.zeros([len(axis.new_of) for axis in moved.axes]).double(), mask)
     return mask.bool()
+
+
+def largest_difference(model, grown, centred=()):
+    """Return the largest difference of old tensors, in the original's units.
+
+    Differences of the mean over d_model do not count in tensors whose names end with `centred`.
+    """
+    old, new = growable_of(model).tensors(), growable_of(grown.model).tensors()
+    worst = 0.0
+    for name, tensor in old.items():
+        moved = grown.provenance.tensor_map(name)
+        difference = moved.unscaled(moved.old_part(new[moved.name])) - tensor
+        if name.endswith(centred):
+            difference = difference - difference.mean(-1, keepdim=True)
+        worst = max(worst, difference.abs().max().item())
+    return worst

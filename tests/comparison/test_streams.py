@@ -188,7 +188,7 @@ def test_what_is_refused(pair):
         assert message in str(error.value), (message, str(error.value))
     with pytest.raises(InputError, match="values from"):
         compare(model, grown, alone(prompts + 41))
-    with pytest.raises(ComparisonError, match="this metric is constant"):  # of prompts, rolled
+    with pytest.raises(InputError, match="this metric is constant"):  # of prompts, rolled
         compare(model, grown, alone(prompts, p.logit_diff(3, 5)))
     with pytest.raises(ComparisonError, match="got resamples=1; expected 2 or more, or 0 for none"):
         growth.ComparisonSizes(resamples=1)

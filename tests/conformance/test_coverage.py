@@ -30,7 +30,6 @@ RIGHT = {
     "set_ungroup_grouped_query_attention", "setup", "to", "to_single_str_token",
     "to_single_token", "to_str_tokens", "to_string", "to_tokens",
     "tokens_to_residual_directions", "clear_contexts", "mps", "move_model_modules_to_device",
-    # tests/conformance/test_hook_methods.py; the others call the same methods
     "get_caching_hooks", "add_caching_hooks", "cache_all", "cache_some", "list_hooks",
 }  # fmt: skip
 # Inherited unchanged. They use neither blocks nor heads, and need a network to run.

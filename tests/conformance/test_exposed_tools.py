@@ -4,10 +4,13 @@ The tools of 3.9 and 4 differ. A tool that raises on the plain model raises the 
 exposed one; a table lists these tools, so that no tool is skipped for a wrong reason.
 """
 
+import re
+
 import pytest
 import torch
 from bridges import boot
-from common import mlp_hook
+from common import IN_PLACE, mlp_hook, tokens
+from exposed_states import each
 from tiny_tokenizer import tiny_tokenizer
 from tools_of_transformerlens import (
     NEED_A_NETWORK,
@@ -102,3 +105,29 @@ def test_every_public_tool_is_run_or_needs_no_model():
     names = public_functions()
     assert names - run - NEED_NO_MODEL - NEED_A_NETWORK == set(), "new in TransformerLens"
     assert not NEED_NO_MODEL & run
+
+
+# TransformerLens' main demo and ARENA's notebooks choose hooks by a word in their names. A filter
+# for attention hooks that also chose neuron-heads' hooks would patch, freeze or mask neurons too.
+
+
+@pytest.mark.parametrize("make", each(["gpt2", "llama"], ["llama"]))
+@torch.no_grad()
+def test_no_word_of_another_hook_selects_a_neuron_head(make):
+    """A filter made from any word in a model's hook names selects what it selects without heads."""
+    model = make()
+    hook_names, plain_cache = list(model.hook_dict), model.run_with_cache(tokens())[1]
+    expose_neuron_heads(model)
+    new_names = set(model.hook_dict) - set(hook_names)
+    n_layers = len(model.blocks)
+    assert new_names == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(n_layers)}
+    words = {word for name in hook_names for word in re.split(r"[._]", name)}
+    for word in words - {"blocks", "mlp", "hook"}:
+        if word.isdecimal():
+            continue
+        assert not any(name.endswith(word) for name in new_names), word
+        if len(word) > 1 or word == "z":
+            assert not any(word in name for name in new_names), word
+    assert any("act" in name for name in new_names), "the control"
+    _, cache = model.run_with_cache(tokens(), names_filter=lambda name: "attn" in name)
+    assert set(cache) == {name for name in plain_cache if "attn" in name}

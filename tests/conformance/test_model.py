@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import relative, tokens
+from common import in_threads, meeting, relative, tokens
 from models import BASE, CORE, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
@@ -162,13 +162,8 @@ def test_a_hook_that_would_not_fire_is_refused(hook, flag):
     nothing = lambda x, hook: None  # noqa: E731
     for attempt in (
         lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(hook, nothing)]),
-        lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(lambda n: n == hook, nothing)]),
-        lambda: converted.run_with_hooks(
-            tokens(), bwd_hooks=[(hook, nothing)], reset_hooks_end=False
-        ),
-        lambda: converted.add_hook(hook, nothing),
+        lambda: converted.run_with_hooks(tokens(), bwd_hooks=[(lambda n: n == hook, nothing)]),
         lambda: converted.add_perma_hook(hook, nothing),
-        lambda: converted.run_with_cache(tokens(), names_filter=hook),
         lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
         # The function also matches a hook that fires.
         lambda: converted.add_hook(lambda n: n in (hook, "blocks.0.hook_resid_pre"), nothing),
@@ -177,11 +172,7 @@ def test_a_hook_that_would_not_fire_is_refused(hook, flag):
             attempt()
     assert not any(point.has_hooks() for point in converted.hook_points())
     getattr(converted, f"set_{flag}")(True)
-    seen = []
-    converted.run_with_hooks(
-        tokens(), fwd_hooks=[(hook, lambda x, hook: seen.append(x.shape) or None)]
-    )
-    assert len(seen) == 1
+    assert hook in converted.run_with_cache(tokens(), names_filter=hook)[1]
 
 
 def test_no_hook_stays_after_an_error():
@@ -221,15 +212,14 @@ def test_an_edit_of_an_input_in_place_is_that_of_the_source(flag, hook, name, bl
     got = converted.run_with_hooks(tokens(), fwd_hooks=[(f"blocks.{block}.{hook}", shift)])
     assert relative(got, expected) <= 1e-12
     assert relative(got, converted(tokens())) > 1e-3
-    if flag == "use_attn_in":
-        with pytest.raises(UnsupportedCallError, match="set_use_split_qkv_input"):
-            convert(build("grouped")).set_use_attn_in(True)
 
 
 @torch.no_grad()
-def test_ungrouping_after_conversion():
+def test_grouped_queries():
     source = build("grouped")
     converted = convert(source)
+    with pytest.raises(UnsupportedCallError, match="set_use_split_qkv_input"):
+        converted.set_use_attn_in(True)
     converted.set_ungroup_grouped_query_attention(True)
     assert relative(converted(tokens()), source(tokens())) <= 1e-12
 
@@ -331,10 +321,113 @@ def test_a_converted_configuration_builds_no_other_model():
         lambda: type(cfg).from_dict(converted.source_cfg.to_dict()),
         lambda: AttentionOnlyTransformer(cfg),
         lambda: AttentionOnlyTransformer.from_pretrained("gpt2"),
-        lambda: AttentionOnlyTransformer.from_pretrained_no_processing("gpt2"),
     ):
         with pytest.raises(UnsupportedCallError, match="attn_only_lens"):
             attempt()
     again = HookedTransformer(HookedTransformerConfig.from_dict(converted.source_cfg.to_dict()))
     assert [type(block.mlp).__name__ for block in again.blocks] == ["MLP"] * 3
     assert BASE["n_layers"] == converted.source_cfg.n_layers == 3
+
+
+# Hook methods of HookedRootModule
+
+PATTERNS = "blocks.1.attn.hook_pattern"
+
+
+@pytest.fixture
+def converted():
+    return convert(build("gelu"))
+
+
+@torch.no_grad()
+def test_caching_hooks(converted):
+    expected_logits, expected = converted.run_with_cache(tokens())
+    cache, forward, backward = converted.get_caching_hooks(lambda name: True)
+    assert backward == []
+    logits = converted.run_with_hooks(tokens(), fwd_hooks=forward)
+    assert torch.equal(logits, expected_logits)
+    assert cache.keys() == expected.keys()
+    for key, value in cache.items():
+        assert torch.equal(value, expected[key]), key
+    added = converted.add_caching_hooks(PATTERNS)
+    converted(tokens())
+    assert list(added) == [PATTERNS]
+    torch.testing.assert_close(added[PATTERNS], expected[PATTERNS], rtol=1e-12, atol=1e-14)
+    converted.reset_hooks()
+    assert not converted.list_hooks()
+    for method in (converted.get_caching_hooks, converted.add_caching_hooks):
+        for name in ("blocks.1.attn.hook_result", "blocks.1.mlp.hook_post"):
+            with pytest.raises(UnsupportedCallError, match=name):
+                method([PATTERNS, name])
+    with pytest.raises(UnsupportedCallError, match="matches no hook point"):
+        converted.run_with_hooks(
+            tokens(), fwd_hooks=[(lambda name: "mlp.hook_post" in name, lambda x, hook: x)]
+        )
+    _, empty = converted.run_with_cache(tokens(), names_filter=lambda name: False)
+    assert len(empty) == 0
+    assert not converted.list_hooks()
+
+
+@pytest.mark.parametrize(
+    ("block", "edit"),
+    [
+        (0, lambda x, hook: x.mul_(0.0)),
+        (1, lambda x, hook: torch.zeros_like(x)),
+        (1, lambda x, hook: x.index_fill_(1, torch.tensor([2]), 3.0)),
+    ],
+)
+@torch.no_grad()
+def test_an_edit_where_no_mlp_is_is_refused(converted, block, edit):
+    """An edit without an effect is refused; reading is allowed, as attribution patching does."""
+    hook = f"blocks.{block}.hook_mlp_out"
+    every_head = [(f"blocks.{i}.attn.hook_z", lambda z, hook: None) for i in range(6)]
+    with pytest.raises(UnsupportedCallError, match=r"an edit at .*hook_attn_out"):
+        converted.run_with_hooks(tokens(), fwd_hooks=[*every_head, (hook, edit)])
+    for look in (lambda x, hook: None, lambda x, hook: x):
+        converted.run_with_hooks(tokens(), fwd_hooks=[*every_head, (hook, look)])
+    assert not converted.list_hooks()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@torch.no_grad()
+def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
+    """Hooks on a missing MLP output raise, unless a filter also matches the real output."""
+    hook, instead = f"blocks.{block}.hook_mlp_out", f"blocks.{block}.hook_attn_out"
+    seen = {}
+
+    def keep(x, hook):
+        seen[hook.name] = x
+
+    for attempt in (
+        lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(hook, keep)]),
+        lambda: converted.run_with_hooks(tokens(), bwd_hooks=[(lambda name: name == hook, keep)]),
+        lambda: converted.add_hook(lambda name: name in (hook, "blocks.0.hook_resid_pre"), keep),
+        lambda: converted.add_perma_hook(hook, keep),
+        lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
+        lambda: converted.run_with_cache(tokens(), names_filter=lambda name: name == hook),
+        lambda: converted.add_caching_hooks(hook),
+        lambda: converted.hook_dict[hook].add_hook(keep),
+    ):
+        with pytest.raises(UnsupportedCallError, match=r"blocks.\{2l\+1\}.hook_attn_out"):
+            attempt()
+    assert not converted.list_hooks()
+    expected = converted.run_with_hooks(tokens(), fwd_hooks=[(instead, lambda x, hook: 0.5 * x)])
+    both = lambda name: name in (hook, instead)  # noqa: E731
+    got = converted.run_with_hooks(tokens(), fwd_hooks=[(both, lambda x, hook: 0.5 * x)])
+    assert torch.equal(got, expected)
+    converted.run_with_hooks(tokens(), fwd_hooks=[(lambda name: True, keep)])
+    _, cache = converted.run_with_cache(tokens())
+    assert seen.keys() == cache.keys()
+
+
+@torch.no_grad()
+def test_threads_share_a_model():
+    """Threads share a model although each pauses between the two blocks of a parallel layer."""
+    converted, inputs = convert(build("parallel")), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
+    with converted.hooks(fwd_hooks=[("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]):
+        expected = [converted(x) for x in inputs]
+        handle = converted.blocks[2].register_forward_hook(meeting(inputs))
+        results_of_all = in_threads(torch.no_grad()(converted), inputs)
+        handle.remove()
+    for results, one in zip(results_of_all, expected, strict=True):
+        assert all(torch.equal(result, one) for result in results)

@@ -9,7 +9,17 @@ from functools import lru_cache
 import pytest
 import torch
 from common import D_VOCAB, relative, run_cli, tokens
-from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
+from growing import (
+    all_steps,
+    cached,
+    group_size,
+    largest_difference,
+    same_bits,
+    state,
+    steps,
+    training_step,
+    worst_activation,
+)
 from models import build, source_folder
 from uneven import uneven
 
@@ -51,7 +61,7 @@ SEEN_BY_NO_AXES = ("q_norm.", "k_norm.")  # heads and batch are one axis there
 @lru_cache(maxsize=2)
 def source(family):
     name, changes = CHANGED.get(family, (family, {}))
-    model = build(name, **changes)
+    model = build(name, n_layers=2, **changes)
     model.set_use_attn_result(True)
     return model
 
@@ -145,7 +155,7 @@ def test_inputs_by_head():
 
 
 def test_own_is_transformerlens_own():
-    """`boot_native` does not have this mode; test_learning.py tests the others."""
+    """`boot_native` does not have this mode; test_initial_values.py tests the others."""
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
     cfg |= {"d_vocab": 59, "act_fn": "gelu", "init_mode": "muP", "seed": 0}
     grown = grow(HookedTransformer(HookedTransformerConfig(**cfg)), n_layers=2, d_mlp=256).model
@@ -160,21 +170,13 @@ def test_the_optimizer_goes_on():
     """Grouped heads' parameters have other names."""
     model = build("llama", d_vocab_out=D_VOCAB)
 
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(tokens(), return_type="loss").backward()
-        optimizer.step()
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
-    step(model, optimizer)
+    training_step(model, optimizer)
     grown = grow(model, d_mlp=41, n_heads=9, d_head=11, d_model=37, n_layers=4)
     new = grown.optimizer(optimizer, model)
-    step(model, optimizer)
-    step(grown.model, new)
-    old, now = read(model).tensors, read(grown.model).tensors
-    for name, tensor in old.items():
-        moved = grown.provenance.tensor_map(name)
-        assert torch.allclose(moved.old_part(now[moved.name]) / moved.scale, tensor, atol=1e-12)
+    training_step(model, optimizer)
+    training_step(grown.model, new)
+    assert largest_difference(model, grown) < 1e-12
 
 
 def test_folders(tmp_path):
@@ -283,9 +285,6 @@ def test_refused_with_all_reasons():
     converted = convert(build("grouped"))
     with pytest.raises(GrowthError, match="expected a multiple of 3"):
         grow(converted, growth.AddHeads(2, layers=[1]))
-    into = grow(converted, growth.AddHeads(2, layers=[1], into_groups=True))
-    assert into.provenance["L1H3"] == "L1H4"
-    assert relative(into.model(tokens()), converted(tokens())) < EXACT
     odd = convert(build("gelu"))
     odd.blocks[0].attn.attn_scale = 5.0
     odd.blocks[3].attn.b_out = odd.blocks[1].attn.b_out
@@ -302,13 +301,11 @@ def test_refused_with_all_reasons():
     with pytest.raises(GrowthError, match=r"differ in d_mlp.*convert\(model\) first"):
         grow(model, growth.AddNeurons(5, layers=[1]))
     model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value)
-    model.blocks[1].ln1.eps = 1e-3
-    model.blocks[2].attn.attn_scale = 1.0
     model.blocks[1].mlp.W_out = model.blocks[0].mlp.W_out
     model.blocks[0].ln2 = LayerNormPre(model.cfg)
     with pytest.raises(GrowthError, match="ln2 is a LayerNormPre; the configuration") as refused:
         grow(model, d_mlp=41)
-    assert len(refused.value.reasons) == 5
+    assert len(refused.value.reasons) == 3
 
 
 def test_attention_only_models():

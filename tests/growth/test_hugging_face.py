@@ -12,7 +12,14 @@ import torch
 import transformers
 from bridges import FAMILIES, NO_DROPOUT, SIZES, boot, bridged, original, randomise
 from common import D_VOCAB, relative
-from growing import cached, in_float64, state, worst_activation
+from growing import (
+    cached,
+    in_float64,
+    largest_difference,
+    state,
+    training_step,
+    worst_activation,
+)
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
@@ -122,24 +129,17 @@ def test_variants(name, changes, monkeypatch):
             assert relative(grown.model(tokens), logits) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("name", "break_it"),
-    [
-        ("llama", lambda config: config.rope_parameters.update(rope_theta=1e4)),
-        ("gemma2", lambda config: setattr(config, "query_pre_attn_scalar", 200)),
-    ],
-)
-def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(name, break_it, monkeypatch):
+def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(monkeypatch):
     usual = HuggingFaceBridge.grown_config
 
     def broken(self, weights):
         config = usual(self, weights)
-        break_it(config)
+        config.rope_parameters.update(rope_theta=1e4)
         return config
 
     monkeypatch.setattr(HuggingFaceBridge, "grown_config", broken)
     with pytest.raises(GrowthError, match="logits would differ"):
-        grow(boot(name), growth.compose(STEPS["d_head"], growth.WidenStream(26)))
+        grow(boot("llama"), STEPS["d_head"])
 
 
 # Folders
@@ -175,14 +175,11 @@ def test_what_else_is_in_the_folder(tmp_path):
     words = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
     assert words == bridge.tokenizer.get_vocab()
     assert read_provenance(folder) == grown.provenance
-    (folder / "mine").touch()
-    mode = (folder / "mine").stat().st_mode  # readable for other users
+    (tmp_path / "mine").touch()
+    mode = (tmp_path / "mine").stat().st_mode  # readable for other users
     assert (folder / "model.safetensors").stat().st_mode == mode
-    (folder / "mine").unlink()
     again = grow(bridged(alone), d_mlp=43, n_layers=4)
     assert relative(again.model(prompts()), bridge(prompts())) < FLOAT32
-    changed = folder / "model.safetensors"
-    changed.write_bytes(changed.read_bytes()[:-1])
     again.save_pretrained(folder)  # replaces an earlier save
     (folder / "thesis.tex").write_text("years of work")
     with pytest.raises(Exception, match=r"also holds thesis\.tex"):
@@ -228,8 +225,6 @@ def test_embeddings_come_untied_where_they_must_differ():
     again = wider.shrink().original_model
     assert again.config.tie_word_embeddings
     assert again.lm_head.weight is again.transformer.wte.weight
-    tied = grow(bridge, d_mlp=41).model.original_model
-    assert tied.lm_head.weight is tied.transformer.wte.weight
     gemma = grow(boot("gemma2"), growth.WidenStream(2)).model.original_model
     assert gemma.lm_head.weight is gemma.model.embed_tokens.weight  # it needs no untying
 
@@ -258,30 +253,20 @@ def test_half_precision_is_rounded_once(name):
 # Training
 
 
-def step(model, optimizer):
-    optimizer.zero_grad()
-    model(prompts()).log_softmax(-1)[..., D_VOCAB // 2].mean().neg().backward()
-    optimizer.step()
-
-
 @pytest.mark.both_versions
 @pytest.mark.parametrize("name", ["gpt2", "phi3"])  # both have joint matrices
 def test_training_goes_on(name, tmp_path):
     bridge = boot(name)
     optimizer = torch.optim.AdamW(bridge.parameters(), lr=1e-2, eps=1e-2)
     for _ in range(2):
-        step(bridge, optimizer)
+        training_step(bridge, optimizer, prompts())
     # d_model under LayerNorm and float32 computations are not exact here
     grown = grow(bridge, d_mlp=41, n_heads=4, d_head=20, n_layers=3)
     new = grown.optimizer(optimizer, bridge)
-    step(bridge, optimizer)
-    step(grown.model, new)
-    old, now = read(bridge).tensors, read(grown.model).tensors
-    for key, tensor in old.items():
-        moved = grown.provenance.tensor_map(key)
-        here = moved.unscaled(moved.old_part(now[moved.name]))
-        assert torch.allclose(here, tensor, atol=1e-5 if name == "phi3" else 1e-11), key
-    assert now["blocks.0.mlp.W_out"][-1].any()  # new parts learn
+    training_step(bridge, optimizer, prompts())
+    training_step(grown.model, new, prompts())
+    assert largest_difference(bridge, grown) < (1e-5 if name == "phi3" else 1e-11)
+    assert read(grown.model).tensors["blocks.0.mlp.W_out"][-1].any()  # new parts learn
     fits = grow(grown.model, d_model=80)  # a configuration allows these sizes
     if HAS_HOOKED_TRANSFORMER:  # 3.9 gives the unembedding a bias, which was trained
         with pytest.raises(GrowthError, match=r"unembed\.b_U is not zero"):
@@ -348,7 +333,8 @@ def test_norms_on_the_stream(name, tmp_path):
         assert relative(grown.model(tokens), logits) > 1e-3, part
         tensor.copy_(kept)
     # The folder is transformers' own, if its configuration has these sizes.
-    bridge = bridged(masked_model(name, torch.float32))
+    model = masked_model(name, torch.float32)
+    logits, bridge = model(tokens).logits, bridged(model)
     bridge.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path / "tokenizer")
     grown = grow(bridge, d_mlp=41)
     folder = grown.save_pretrained(tmp_path / "grown")

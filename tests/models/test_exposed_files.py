@@ -7,7 +7,7 @@ import pytest
 import torch
 from bridges import FAMILIES, NEURON, STATES, boot, exposed_copy, hf_folder, original
 from common import mlp_hook, relative, tokens
-from exposed_states import bilinear, each
+from exposed_states import bilinear, drop, each, same_models
 from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
@@ -24,27 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLe
 
 @torch.no_grad()
 def same(a, b):
-    """Check that two models have equal tensors, hooks, logits and caches, also after an edit."""
-    assert type(a) is type(b)
-    tensors, expected = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
-    assert list(tensors) == list(expected)
-    for name in tensors:
-        assert tensors[name].dtype == expected[name].dtype, name
-        assert torch.equal(tensors[name], expected[name]), name
-        assert tensors[name].requires_grad == expected[name].requires_grad, name
-    assert set(a.hook_dict) == set(b.hook_dict)
-    assert torch.equal(a(tokens()), b(tokens()))
-    logits, cache = a.run_with_cache(tokens())
-    again, cached = b.run_with_cache(tokens())
-    assert torch.equal(logits, again)
-    assert set(cache) == set(cached)
-    for key, value in cache.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, cached[key]), key
-    drop = [(mlp_hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
-    edited = a.run_with_hooks(tokens(), fwd_hooks=drop)
-    assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=drop))
-    assert relative(edited, logits) > 1e-7
+    """Check that two models are the same, also after an edit."""
+    same_models(a, b)
+    edit = [(mlp_hook("z"), drop(NEURON, 2))]
+    edited = a.run_with_hooks(tokens(), fwd_hooks=edit)
+    assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=edit))
+    assert relative(edited, a(tokens())) > 1e-7
 
 
 IN_STATES = {"plain": ["neox", "native_gated", "bert"], "names": ["gpt2"]}
@@ -193,12 +178,6 @@ def _weights(folder):
     return path
 
 
-def _flip(folder):
-    data = bytearray(_weights(folder).read_bytes())
-    data[-7] ^= 1
-    _weights(folder).write_bytes(data)
-
-
 def _rename(folder):
     tensors, path = load_file(_weights(folder)), _weights(folder)
     name = next(name for name in sorted(tensors) if "mlp" in name)
@@ -216,13 +195,8 @@ def _config(folder, **changes):
 OTHER_GATE = {"kind": "bilinear", "heads": 3}
 OTHER_GATE |= {"slope": None, "ranges": None, "silu": None}
 DAMAGE = {
-    "one bit": (_flip, "was changed after it was saved"),
     "a tensor renamed": (_rename, "is missing|are missing"),
     "other sizes": (lambda f: _config(f, intermediate_size=53), "another shape|expected"),
-    "an unknown class": (
-        lambda f: _config(f, architectures=["HALForCausalLM"], model_type="hal"),
-        "HAL|hal",
-    ),
     "a gate that does not fit": (edit(gate=OTHER_GATE), "cannot be exposed again"),
     "code from a hub": (edit(attention="who/knows"), "attention: got 'who/knows'"),
     "frozen nothing": (edit(frozen=["x"]), "x is not known"),
@@ -234,21 +208,15 @@ DAMAGE = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Save a bridge whose weights transformers can read, and one whose weights are processed."""
+    folder = tmp_path_factory.mktemp("saved")
     return {
-        state: save(
-            exposed_copy(boot("llama", torch.float32, state)),
-            tmp_path_factory.mktemp("saved") / "model",
-        )
+        state: save(exposed_copy(boot("llama", torch.float32, state)), folder / state)
         for state in ("plain", "processed")
     }
 
 
 @pytest.mark.parametrize(
-    ("state", "case"),
-    [
-        *(("plain", case) for case in DAMAGE),
-        *(("processed", case) for case in ("a tensor renamed", "other sizes", "an unknown class")),
-    ],
+    ("state", "case"), [*(("plain", case) for case in DAMAGE), ("processed", "a tensor renamed")]
 )
 def test_damage_is_refused(case, state, saved, tmp_path):
     folder = shutil.copytree(saved[state], tmp_path / "saved")

@@ -223,7 +223,3 @@ def test_lower_precision_and_what_it_cannot_hold():
     assert relative(to_stock(far)(ids), far(ids)) <= LOGIT_TOLERANCE[torch.float32]
     with pytest.raises(UnsupportedModelError, match="distinguish nearby positions"):
         to_stock(converted("alibi", dtype=torch.bfloat16))
-    model = converted("no_norm", dtype=torch.float16, scale=0.2)
-    logits, expected = to_stock(model)(tokens()), model(tokens())
-    assert logits.dtype == torch.float16
-    assert relative(logits.double(), expected.double()) <= LOGIT_TOLERANCE[torch.float16]

@@ -75,7 +75,7 @@ def test_figures_by_hand():
     assert report.max_kl == pytest.approx(max(kl), rel=1e-9)
     assert report.mean_kl == pytest.approx(sum(kl) / len(kl), rel=1e-9)
     same = p.argmax(-1) == q.argmax(-1)
-    assert report.top1_agreement == pytest.approx(same.double().mean().item()) < 1
+    assert report.top1_agreement == same.double().mean().item() < 1
     change = (source(tokens()) - changed(tokens())).abs().max().item()
     assert report.max_abs_logit == pytest.approx(change, rel=1e-9)
     by_point = report.by_layer.set_index("point")["max_abs"]
@@ -172,9 +172,7 @@ def test_refused():
             verify(bridge, copy, bad)
     for a, b, message in (
         (bridge, bridge, r"expected a model from attn_only_lens\.convert"),
-        (copy, exposed_copy(boot("llama")), "source: got ExposedBridge"),
         (nn.Linear(2, 3), copy, "expected the model before conversion, a TransformerBridge"),
-        (boot("llama", torch.float32), copy, "dtype: got torch.float32"),
         (boot("phi3"), copy, "d_model: got 28"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
@@ -200,8 +198,6 @@ def test_calibrate_refuses():
     bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
     for model, inputs, message in (
         (boot("gpt2"), tokens(), "not gated"),
-        (nn.Linear(2, 3), tokens(), "cannot be calibrated"),
-        (bridge, torch.tensor([[0, 41]]), "values from 0 to 41"),
         (bridge, "a text", "no tokenizer"),
         (bridge, tokens(), r"not finite in layers \[1\]|layer 1"),
     ):

@@ -255,21 +255,3 @@ def test_the_error_falls_as_exp_of_minus_2_omega(gauge):
         law = largest_error(13.0) * math.exp(2 * (13.0 - omega))
         assert 0.9 * law < largest_error(omega) < 1.1 * law
     assert largest_error(EXACT) < 1e-10  # the tolerance of the author's code
-
-
-def test_value_matrices_are_split_exactly_over_heads_with_equal_patterns():
-    plain, d_head = plain_transformer(arrays(), False), 5
-    whole = post_transformer(plain, N, omega=EXACT, d_head=1000).layers[0]
-    parts = post_transformer(plain, N, omega=EXACT, d_head=d_head).layers[0]
-    for name in ("into_hidden", "out_of_hidden"):
-        one, many = getattr(whole, name), getattr(parts, name)
-        assert len(one.W_V) == 1
-        matrix = one.W_V[0] @ one.W_O[0]
-        rank = int(torch.linalg.matrix_rank(matrix))
-        # The number of heads is as small as the rank and d_head allow.
-        assert len(many.W_V) == math.ceil(rank / d_head)
-        assert many.W_V.shape[2] == many.W_O.shape[1] == d_head
-        # Each sum has only one nonzero term, so it is exact.
-        assert torch.equal((many.W_V @ many.W_O).sum(0), matrix)
-        assert torch.equal(many.W_Q, one.W_Q.expand_as(many.W_Q))
-        assert torch.equal(many.W_K, one.W_K.expand_as(many.W_K))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-from oracles.definitions import MLP, GeneralizedSiLU, direct_sum, msoftmax
+from oracles.definitions import MLP, GeneralizedSiLU, direct_sum, msoftmax, rand
 from oracles.theorem_3 import factors, neuron_heads
 
 N, D, D_MLP = 7, 5, 11
@@ -15,10 +15,6 @@ N, D, D_MLP = 7, 5, 11
 TOLERANCE = 1e-13
 A_1, A_2 = -2.3, 0.7
 ALPHAS = [(1.0, 1.0), (1 / 1.702, 1.702), (A_1, A_2), (0.4, -3.1), (1 / 50, 50.0), (0.0, 1.0)]
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def sigmoid(x):
@@ -101,22 +97,6 @@ def test_wrong_constructions_fail(X, mlp):
     assert error(bias_token(X), W_OV=lambda head: head.W_OV + reads_bias) > 0.1
     for mask in WRONG_MASKS.values():
         assert error(bias_token(X), mask=lambda _, mask=mask: mask) > 0.1
-
-
-def test_the_square_root_cancels_against_w_k(X, mlp):
-    """In stock attention, head dimension 1 means division by √1, with W_K = [0 | -1]ᵀ."""
-    W_Q, W_O, W_K = (W[..., None] for W in factors(mlp))
-    Z, mask = bias_token(X), neuron_heads(mlp, N)[0].mask.bool()
-
-    def stock(key):
-        return sum(
-            F.scaled_dot_product_attention(Z @ W_Q[:, i], Z @ key, Z @ W_Q[:, i], mask)
-            @ W_O[:, i].T
-            for i in range(D_MLP)
-        )
-
-    assert relative(stock(W_K / math.sqrt(D + 1)), expected_mlp(mlp, X)) < TOLERANCE
-    assert relative(stock(W_K), expected_mlp(mlp, X)) > 0.05  # control: a steeper gate
 
 
 def test_one_persistent_vector_serves_all_heads(X, mlp):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from common import relative
 from oracles.bias_trick import append_ones, constant_head, head_with_biases, mlp_with_biases
-from oracles.definitions import MLP, GeneralizedSiLU, Head, LayerNorm, Transformer, direct_sum
+from oracles.definitions import MLP, GeneralizedSiLU, Head, LayerNorm, Transformer, direct_sum, rand
 from oracles.theorem_6 import PassingNorm, attention_only
 from torch import nn
 
@@ -15,10 +15,6 @@ CAUSAL = torch.ones(N, N, dtype=torch.float64).tril()
 A_1, A_2 = -2.3, 0.7
 # Six sublayers of random weights of size one amplify a sublayer's roundings of about 1e-15.
 TOLERANCE = 1e-12
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def activation(x):

@@ -5,16 +5,12 @@ import math
 import pytest
 import torch
 from common import relative
-from oracles.definitions import MLP, GeneralizedSiLU, Head, direct_sum
+from oracles.definitions import MLP, GeneralizedSiLU, Head, direct_sum, rand
 from oracles.theorem_3 import neuron_heads
 from oracles.theorem_9 import masking_error, sufficient_omega, unmasked_head, with_positions
 
 N, D = 7, 5
 ROUNDING = 1e-13  # sums of about a dozen products of numbers of size one to ten
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def masks():

@@ -4,15 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-from oracles.definitions import GeneralizedSiLU, Head, direct_sum
+from oracles.definitions import GeneralizedSiLU, Head, direct_sum, rand
 from oracles.theorems_7_and_8 import activation_heads, linear_head, replacing_heads
 
 N, D = 7, 5
 ALPHAS = [GeneralizedSiLU(), GeneralizedSiLU(1 / 1.702, 1.702), GeneralizedSiLU(-2.3, 0.7)]
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def test_a_head_masked_to_the_diagonal_is_linear():
