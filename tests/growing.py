@@ -243,17 +243,15 @@ def evaluate(weights, act=torch.relu, cap=None):
     return x @ named["unembed.W_U"] + named.get("unembed.b_U", 0.0)
 
 
-def weights_and_gradients(model):
-    """Return weights and their gradients, by the names and in the layout of `Weights`."""
-    growable = growable_of(model)
+def gradients(model):
+    """Return the gradients of parameters, by the names and in the layout of `Weights`."""
+    growable, found = growable_of(model), {}
     named = growable.named_parameters()
-    return {
-        layout.name: (
-            layout.to_weights(named[name].detach()),
-            layout.to_weights(torch.zeros_like(p) if (p := named[name]).grad is None else p.grad),
-        )
-        for name, layout in growable.parameters().items()
-    }
+    for name, layout in growable.parameters().items():
+        parameter = named[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[layout.name] = layout.to_weights(gradient)
+    return found
 
 
 def is_new(provenance, name, tensor):

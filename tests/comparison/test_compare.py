@@ -90,7 +90,6 @@ def test_right_after_growth_nothing_differs(name):
     assert (every["norm_ratio"] - 1).abs().max() < SAME
     assert every["drop_change"].abs().max() < SAME * largest
     assert every["exact"].sum() >= FAST["sizes"].n_patched
-    assert len(every) == 2 * (2 + 37)
     assert (comparison.new["norm"] == 0).all()
     assert comparison.new["drop"].abs().max() < SAME * largest
     assert len(comparison.new) == 2 * (5 + 2) + (2 + 2) + (37 + 5)
@@ -103,7 +102,7 @@ def test_right_after_growth_nothing_differs(name):
     assert comparison.parts["part"].tolist() == ["in both circuits"]
     assert comparison.title == f"{n} of the circuit's {n} sites are the same"
     assert len(edges) > 5
-    # The models are unchanged.
+    # The model is unchanged.
     assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -336,10 +335,8 @@ def test_a_null_is_between_the_grown_model_and_it(after_training):
         )
         assert not np.allclose(every[f"null_{column}"], every[column], atol=1e-6)
     assert comparison.new["null_share"].abs().max() > 1e-5
-    summary = comparison.summary()
-    assert summary["components"].tolist() == [2, 37] * 2
     by_hand = comparison.neurons.query("layer == 1")["null_divergence"].mean()
-    assert summary["null_divergence"].iloc[3] == pytest.approx(by_hand)
+    assert comparison.summary()["null_divergence"].iloc[3] == pytest.approx(by_hand)
 
 
 def test_a_grown_model_that_lost_the_task_is_warned_about():
@@ -395,8 +392,6 @@ def test_intervals_are_of_circuits_of_random_halves():
     trained_on = compare(model, trained(grown_from(model)), contrast, sizes=sizes)
     row = trained_on.circuits.iloc[0]
     assert 0 < row["jaccard_low"] < row["jaccard_high"] < 1
-    with pytest.raises(InputError, match="resampled"):
-        compare(model, grown_from(model), by_loss(tokens(batch=2)), sizes=sizes)
 
 
 @pytest.fixture(scope="module")

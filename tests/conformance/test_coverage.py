@@ -10,13 +10,10 @@ import torch
 from common import needs_hooked_transformer
 from transformer_lens import ActivationCache
 
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.refusals import Refusals
 from attn_only_lens.tl import HookedTransformer
 
 pytestmark = needs_hooked_transformer
-
-# Inherited from torch.nn.Module, independent of the two-block layout.
 
 RIGHT = {
     # tests/conformance/test_model.py
@@ -64,8 +61,3 @@ def test_every_method_of_a_cache_is_decided():
     decided = CACHE_RIGHT | CACHE_NOT_CONCERNED
     assert names - decided == set(), "new in TransformerLens: right, or refused?"
     assert decided - names == set(), "gone from TransformerLens"
-
-
-def test_what_needs_a_network_is_inherited_as_it_is():
-    for name in NEED_A_NETWORK:
-        assert getattr(AttentionOnlyTransformer, name) is getattr(HookedTransformer, name)

@@ -420,11 +420,12 @@ def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
     assert seen.keys() == cache.keys()
 
 
+@pytest.mark.parametrize("hooks", [[], [("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]])
 @torch.no_grad()
-def test_threads_share_a_model():
+def test_threads_share_a_model(hooks):
     """Threads share a model although each pauses between the two blocks of a parallel layer."""
     converted, inputs = convert(build("parallel")), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
-    with converted.hooks(fwd_hooks=[("blocks.3.attn.hook_z", lambda z, hook: 0.5 * z)]):
+    with converted.hooks(fwd_hooks=hooks):
         expected = [converted(x) for x in inputs]
         handle = converted.blocks[2].register_forward_hook(meeting(inputs))
         results_of_all = in_threads(torch.no_grad()(converted), inputs)

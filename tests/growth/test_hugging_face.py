@@ -172,8 +172,8 @@ def test_what_else_is_in_the_folder(tmp_path):
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert not alone.config.output_attentions
     assert alone.generation_config.max_length == 23
-    words = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
-    assert words == bridge.tokenizer.get_vocab()
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    assert words.get_vocab() == bridge.tokenizer.get_vocab()
     assert read_provenance(folder) == grown.provenance
     (tmp_path / "mine").touch()
     mode = (tmp_path / "mine").stat().st_mode  # readable for other users

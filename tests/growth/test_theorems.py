@@ -133,7 +133,7 @@ def test_an_entry_that_is_not_scaled_changes_the_function(theorem, name, factor)
 # What the paper omits: ε, LayerNorm, folded gains, scales by layer
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-2, 1.0])
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
 def test_the_papers_rule_leaves_epsilon_out(eps):
     """Control: Definition 3.5 with ε unchanged is off by about ε / mean square of the stream."""
     weights = random_weights(eps=eps)
