@@ -72,7 +72,8 @@ def state(model):
     ]
     if not isinstance(model, TransformerBridge):
         return type(model), modules, points, list(model.mod_dict), set(vars(model))
-    registries = [list(block.mlp._hook_registry) for block in model.blocks]
+    blocks = [block for block in getattr(model, "blocks", ()) if hasattr(block, "mlp")]
+    registries = [list(block.mlp._hook_registry) for block in blocks]
     return type(model), modules, points, registries, list(model._hook_registry)
 
 
