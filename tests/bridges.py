@@ -7,7 +7,6 @@ can pass. Every parameter is random. Nothing here needs HookedTransformer, which
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import transformers
 from common import BATCH, D_MLP, D_VOCAB, tokens
@@ -117,7 +116,6 @@ FAMILIES = {
 EVERY = tuple(FAMILIES)
 CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
 """The families for tests that run every family in every state."""
-GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
 if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: all of them are tested with 4
     EVERY = (*CHOSEN, "granite", "bert", "vit")
     CHOSEN = ("gpt2", "llama", "native_gated")
@@ -173,16 +171,6 @@ def with_heads(kind, dtype=torch.float64, **changes):
     from models import build  # a module-level import would skip the tests under 4
 
     return convert(build(kind.removeprefix("converted "), dtype, **changes))
-
-
-def skip_unless_it_runs(bridge):
-    """Skip processed gated models of `boot_native` on 3.9, whose b_in is always float32."""
-    try:
-        bridge(tokens())
-    except RuntimeError as error:
-        if "dtype" not in str(error):
-            raise
-        pytest.skip(f"the bridge itself does not run, here with transformer-lens 3.9: {error}")
 
 
 def bridged(model):

@@ -35,19 +35,6 @@ needs_transformer_lens_4 = pytest.mark.skipif(
 )
 
 
-def model_fixture(models, hooked):
-    """Return a fixture over the functions that build models; those in `hooked` need 3.9."""
-    marks = {name: [needs_hooked_transformer] * (name in hooked) for name in models}
-
-    @pytest.fixture(
-        scope="module", params=[pytest.param(name, marks=marks[name]) for name in models]
-    )
-    def model(request):
-        return models[request.param]()
-
-    return model
-
-
 def run_script(main, arguments):
     """Run a script of `analyses` with these arguments, and return its result; it must succeed."""
     app = typer.Typer()

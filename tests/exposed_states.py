@@ -66,8 +66,39 @@ def same(cache, expected, bound=EXACT):
 def state(model):
     """Return the state that `undo` has to restore."""
     modules = {name: (type(m), m.training) for name, m in model.named_modules()}
-    points = [(name, type(p), p.name, set(vars(p))) for name, p in model.hook_dict.items()]
+    points = [
+        (name, type(p), p.name, set(vars(p)), list(p._forward_hooks))
+        for name, p in model.hook_dict.items()
+    ]
     if not isinstance(model, TransformerBridge):
         return type(model), modules, points, list(model.mod_dict), set(vars(model))
-    registries = [list(block.mlp._hook_registry) for block in model.blocks]
+    blocks = [block for block in getattr(model, "blocks", ()) if hasattr(block, "mlp")]
+    registries = [list(block.mlp._hook_registry) for block in blocks]
     return type(model), modules, points, registries, list(model._hook_registry)
+
+
+def storages(model):
+    """Return where the parameters and buffers of a model are in memory."""
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+@torch.no_grad()
+def same_models(a, b):
+    """Check that two models have bitwise the same tensors, hooks, logits and activations."""
+    assert type(a) is type(b)
+    tensors, expected = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
+    assert list(tensors) == list(expected)
+    for name in tensors:
+        assert tensors[name].dtype == expected[name].dtype, name
+        assert torch.equal(tensors[name], expected[name]), name
+        assert tensors[name].requires_grad == expected[name].requires_grad, name
+    assert set(a.hook_dict) == set(b.hook_dict)
+    assert torch.equal(a(tokens()), b(tokens()))
+    logits, cache = a.run_with_cache(tokens())
+    again, cached = b.run_with_cache(tokens())
+    assert torch.equal(logits, again)
+    assert list(cache) == list(cached)
+    for key, value in cache.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, cached[key]), key

@@ -13,6 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.weights import Constants, Weights, axes_of
+from attn_only_lens.growth.models._grow import growable_of
 
 
 def steps(n_new_layer=1, group=1):
@@ -107,6 +108,15 @@ def loss(model, prompts=None):
     prompts = tokens() if prompts is None else prompts
     scores = model(prompts)[:, :-1].log_softmax(-1)
     return -scores.gather(-1, prompts[:, 1:, None]).mean()
+
+
+def training_step(model, optimizer, prompts=None):
+    """Do one training step, and return the loss before it."""
+    optimizer.zero_grad()
+    value = loss(model, prompts)
+    value.backward()
+    optimizer.step()
+    return value.item()
 
 
 def _cast(value):
@@ -231,3 +241,39 @@ def evaluate(weights, act=torch.relu, cap=None):
             x = x + wrote
     x = norm(x, "ln_final", c.final_norm)
     return x @ named["unembed.W_U"] + named.get("unembed.b_U", 0.0)
+
+
+def gradients(model):
+    """Return the gradients of parameters, by the names and in the layout of `Weights`."""
+    growable, found = growable_of(model), {}
+    named = growable.named_parameters()
+    for name, layout in growable.parameters().items():
+        parameter = named[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[layout.name] = layout.to_weights(gradient)
+    return found
+
+
+def is_new(provenance, name, tensor):
+    """Return a mask of a tensor's new entries."""
+    mask, old = torch.ones_like(tensor), provenance.old_name(name)
+    if old is not None:
+        moved = provenance.tensor_map(old)
+        mask = moved.put(torch.zeros([len(axis.new_of) for axis in moved.axes]).double(), mask)
+    return mask.bool()
+
+
+def largest_difference(model, grown, centred=()):
+    """Return the largest difference of old tensors, in the original's units.
+
+    Differences of the mean over d_model do not count in tensors whose names end with `centred`.
+    """
+    old, new = growable_of(model).tensors(), growable_of(grown.model).tensors()
+    worst = 0.0
+    for name, tensor in old.items():
+        moved = grown.provenance.tensor_map(name)
+        difference = moved.unscaled(moved.old_part(new[moved.name])) - tensor
+        if name.endswith(centred):
+            difference = difference - difference.mean(-1, keepdim=True)
+        worst = max(worst, difference.abs().max().item())
+    return worst

@@ -18,15 +18,6 @@ GROUPS = (2, 3, 1)  # groups of heads that share keys and values; or heads
 WIDTHS = (11, 13, 7)  # widths of queries and keys
 VALUES = (7, 11, 13)
 
-UNEVEN = [
-    name
-    for name in FAMILIES
-    # Slopes depend on the number of heads, so missing heads change the others.
-    if name != "alibi"
-    # A norm over all heads of a token depends on missing heads, too.
-    and name != "post_norm"
-]
-
 
 def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
     """Return a converted model with layers of three sizes, and the equal uniform one.

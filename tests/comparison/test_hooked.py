@@ -17,7 +17,7 @@ def components(comparison):
 
 
 def test_converted_models_are_compared_alike():
-    model = build("gelu", d_vocab_out=41)
+    model = build("gelu", n_layers=2, d_vocab_out=41)
     grown = grow(
         model, growth.compose(growth.AddNeurons(5), growth.InsertLayer(at=1), growth.WidenStream(6))
     )
@@ -36,7 +36,7 @@ def test_converted_models_are_compared_alike():
 
 
 def test_values_and_keys_of_a_converted_model_grown_apart():
-    model = convert(build("llama", d_vocab_out=41))
+    model = convert(build("llama", n_layers=2, d_vocab_out=41))
     apart = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(5, layers=[0]))
     contrast = Contrast(tokens(batch=3), None, p.loss())
     comparison = compare(model, grow(model, apart), contrast, **FAST)

@@ -10,13 +10,10 @@ import torch
 from common import needs_hooked_transformer
 from transformer_lens import ActivationCache
 
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.refusals import Refusals
 from attn_only_lens.tl import HookedTransformer
 
 pytestmark = needs_hooked_transformer
-
-# Inherited from torch.nn.Module, independent of the two-block layout.
 
 RIGHT = {
     # tests/conformance/test_model.py
@@ -30,7 +27,6 @@ RIGHT = {
     "set_ungroup_grouped_query_attention", "setup", "to", "to_single_str_token",
     "to_single_token", "to_str_tokens", "to_string", "to_tokens",
     "tokens_to_residual_directions", "clear_contexts", "mps", "move_model_modules_to_device",
-    # tests/conformance/test_hook_methods.py; the others call the same methods
     "get_caching_hooks", "add_caching_hooks", "cache_all", "cache_some", "list_hooks",
 }  # fmt: skip
 # Inherited unchanged. They use neither blocks nor heads, and need a network to run.
@@ -65,8 +61,3 @@ def test_every_method_of_a_cache_is_decided():
     decided = CACHE_RIGHT | CACHE_NOT_CONCERNED
     assert names - decided == set(), "new in TransformerLens: right, or refused?"
     assert decided - names == set(), "gone from TransformerLens"
-
-
-def test_what_needs_a_network_is_inherited_as_it_is():
-    for name in NEED_A_NETWORK:
-        assert getattr(AttentionOnlyTransformer, name) is getattr(HookedTransformer, name)

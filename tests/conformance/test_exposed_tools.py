@@ -4,24 +4,23 @@ The tools of 3.9 and 4 differ. A tool that raises on the plain model raises the 
 exposed one; a table lists these tools, so that no tool is skipped for a wrong reason.
 """
 
+import re
+
 import pytest
 import torch
 from bridges import boot
-from common import mlp_hook
+from common import IN_PLACE, mlp_hook, tokens
+from exposed_states import each
 from tiny_tokenizer import tiny_tokenizer
 from tools_of_transformerlens import (
-    CORRUPTED,
     NEED_A_NETWORK,
     NEED_NO_MODEL,
     TOOLS,
-    cached,
-    metric,
     outcome,
     public_functions,
     raises,
     same,
 )
-from transformer_lens import patching
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -108,28 +107,27 @@ def test_every_public_tool_is_run_or_needs_no_model():
     assert not NEED_NO_MODEL & run
 
 
-@pytest.mark.parametrize("name", [RAW, GROUPED])
+# TransformerLens' main demo and ARENA's notebooks choose hooks by a word in their names. A filter
+# for attention hooks that also chose neuron-heads' hooks would patch, freeze or mask neurons too.
+
+
+@pytest.mark.parametrize("make", each(["gpt2", "llama"], ["llama"]))
 @torch.no_grad()
-def test_patching_of_neuron_heads(name):
-    """On neuron-heads, the patching functions for heads' z equal patches of the bridge's hook_post.
-
-    `generic_activation_patch` is not used: it takes every hook name with a z for attention's.
-    """
-    bridge, twin = boot(name), boot(name)
-    for model in (bridge, twin):
-        model.enable_compatibility_mode(disable_warnings=True)
-    expose_neuron_heads(bridge)
-
-    def patched(model, point, layer, head):
-        name, clean = mlp_hook(point, layer), cached(model)
-
-        def edit(x, hook):
-            return patching.layer_head_vector_patch_setter(x, (layer, head), clean[hook.name])
-
-        return metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, edit)])).item()
-
-    cells = [(layer, head) for layer in (0, 1) for head in range(5)]
-    expected = torch.tensor([patched(twin, "post", *cell) for cell in cells])
-    got = torch.tensor([patched(bridge, "z", *cell) for cell in cells])
-    assert expected.std() > 1e-3
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+def test_no_word_of_another_hook_selects_a_neuron_head(make):
+    """A filter made from any word in a model's hook names selects what it selects without heads."""
+    model = make()
+    hook_names, plain_cache = list(model.hook_dict), model.run_with_cache(tokens())[1]
+    expose_neuron_heads(model)
+    new_names = set(model.hook_dict) - set(hook_names)
+    n_layers = len(model.blocks)
+    assert new_names == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(n_layers)}
+    words = {word for name in hook_names for word in re.split(r"[._]", name)}
+    for word in words - {"blocks", "mlp", "hook"}:
+        if word.isdecimal():
+            continue
+        assert not any(name.endswith(word) for name in new_names), word
+        if len(word) > 1 or word == "z":
+            assert not any(word in name for name in new_names), word
+    assert any("act" in name for name in new_names), "the control"
+    _, cache = model.run_with_cache(tokens(), names_filter=lambda name: "attn" in name)
+    assert set(cache) == {name for name in plain_cache if "attn" in name}

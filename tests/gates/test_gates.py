@@ -3,8 +3,10 @@
 import mpmath
 import pytest
 import torch
+from oracles.activations import logistic, weight
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
+from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.gates.exact import GATES
 
 pytestmark = pytest.mark.numeric
@@ -15,55 +17,51 @@ POINTS = [-37.0, -11.3, -5.7, -2.3, -1e-3, 0.0, 1e-8, 0.7, 1.9, 5.3, 13.1, 36.7]
 NAMES = sorted(GATES)
 
 
-def exact_weight(name, q):
-    """Compute p(q) from each activation's definition, without the package."""
-    q = mpmath.mpf(q)
-    logistic = lambda x: 1 / (1 + mpmath.exp(-x))  # noqa: E731
-    tanh_slope = 2 * mpmath.sqrt(2 / mpmath.pi)
-    cubic = q + mpmath.mpf("0.044715") * q**3
-    return {
-        "silu": lambda: logistic(q),
-        "quick_gelu": lambda: logistic(mpmath.mpf("1.702") * q),
-        "gelu": lambda: mpmath.ncdf(q),
-        "gelu_new": lambda: logistic(tanh_slope * cubic),
-        "gelu_pytorch_tanh": lambda: logistic(tanh_slope * cubic),
-        "gelu_fast": lambda: logistic(2 * mpmath.mpf("0.7978845608") * cubic),
-        "relu": lambda: mpmath.mpf(1 if q > 0 else 0),
-    }[name]()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_accurate_in_both_tails(name):
-    pattern = GATES[name].pattern(torch.tensor(POINTS, dtype=torch.float64))
-    for q, (on_neuron, bias) in zip(POINTS, pattern.tolist(), strict=True):
-        p = exact_weight(name, q)
+    q = torch.tensor(POINTS, dtype=torch.float64)
+    pattern = GATES[name].pattern(q)
+    for x, (on_neuron, bias) in zip(POINTS, pattern.tolist(), strict=True):
+        p = weight(name, x)
         # exp and erfc of an argument x lose |x| roundings; the largest argument here is about 3600.
         for got, expected in ((on_neuron, p), (bias, 1 - p)):
             if expected > mpmath.mpf("1e-300"):
-                assert abs(got - expected) <= 1e-12 * expected, (q, got, expected)
+                assert abs(got - expected) <= 1e-12 * expected, (x, got, expected)
             else:
                 assert got <= 1e-299
+    torch.testing.assert_close(GATES[name].scores(q).softmax(-1), pattern, rtol=1e-11, atol=1e-300)
+
+
+@pytest.mark.parametrize(("a_1", "a_2"), [(0.4, -3.1), (-2.3, 0.7)])
+def test_generalized_silu_is_accurate_in_both_tails(a_1, a_2):
+    gate, q = GeneralizedSiLU(a_1, a_2).gate, torch.tensor(POINTS, dtype=torch.float64)
+    pattern = gate.pattern(q)
+    rows = zip(POINTS, pattern.tolist(), gate.activation(q).tolist(), strict=True)
+    for x, (on_neuron, bias), activation in rows:
+        p, on_bias = (logistic(sign * mpmath.mpf(a_2) * x) for sign in (1, -1))
+        # exp of an argument of up to 115 loses about 115 roundings.
+        assert abs(on_neuron - p) <= 1e-13 * p
+        assert abs(bias - on_bias) <= 1e-13 * on_bias
+        expected = mpmath.mpf(a_1) * mpmath.mpf(a_2) * x * p
+        assert abs(activation - expected) <= 1e-13 * abs(expected)
+    torch.testing.assert_close(gate.scores(q).softmax(-1), pattern, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_softmax_of_the_scores_is_the_pattern(name):
-    q = torch.linspace(-30, 30, 607, dtype=torch.float64)
-    torch.testing.assert_close(
-        GATES[name].scores(q).softmax(-1), GATES[name].pattern(q), rtol=1e-11, atol=1e-300
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_finite_at_every_finite_input(name, dtype):
     limit = torch.finfo(dtype).max
     q = torch.tensor([-limit, -300.0, -1.0, 0.0, 1.0, 300.0, limit], dtype=dtype)
+    q.requires_grad_()
     scores, pattern = GATES[name].scores(q), GATES[name].pattern(q)
     assert scores.isfinite().all()
-    assert pattern.isfinite().all()
     assert scores.softmax(-1).isfinite().all()
+    assert pattern.isfinite().all()
     assert pattern[0].tolist() == [0, 1]
     assert pattern[-1].tolist() == [1, 0]
+    if scores.requires_grad:
+        scores[..., 1].clamp(-1e4, 1e4).sum().backward()
+        assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "quick_gelu"])
@@ -82,15 +80,3 @@ def test_the_control_fails():
     q = torch.linspace(-9, 9, 211, dtype=torch.float64)
     difference = GATES["gelu"].activation(q) - SUPPORTED_ACTIVATIONS["gelu_new"](q)
     assert difference.abs().max() > 1e-4
-
-
-def test_gradients_of_scores_are_finite_far_out():
-    for gate in GATES.values():
-        for dtype in (torch.float64, torch.float32):
-            q = torch.tensor([-1e30, -1e12, -50.0, 0.5, 1e12, 1e30], dtype=dtype)
-            q.requires_grad_()
-            scores = gate.scores(q)
-            assert scores.isfinite().all()
-            if scores.requires_grad:
-                scores[..., 1].clamp(-1e4, 1e4).sum().backward()
-                assert q.grad.isfinite().all(), gate.name

@@ -57,7 +57,6 @@ def test_errors(source, tmp_path):
     copied = Path(shutil.copytree(source, tmp_path / "other"))
     for arguments, message in (
         ((source, tmp_path / "new", "--d-mlp", 31), "got --d-mlp 31, but the model has 37"),
-        ((source, tmp_path / "new"), "give either sizes"),
         ((source, tmp_path / "new", "--copy"), "--copy needs --insert"),
         ((source, source, "--d-mlp", 41), "for both MODEL and OUT"),
         ((source, tmp_path / "theirs", "--d-mlp", 41), "also holds"),

@@ -32,12 +32,6 @@ def sizes_for(name):
     return SIZES | ({"n_heads": 9} if name == "grouped" else {})
 
 
-def tie(bridge):
-    model = bridge.original_model
-    model.head._original_component.weight = model.tok_embed.weight
-    return model
-
-
 @pytest.mark.parametrize("name", [name for name in NATIVES if name not in ("rms", "caps")])
 def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name, monkeypatch):
     with in_float64(monkeypatch):
@@ -74,25 +68,12 @@ def test_heads_join_groups():
     assert same_bits(grown.shrink(), bridge)
 
 
-def test_some_heads_only():
-    bridge = native("grouped")
-    some = {"layers": [0, 1], "heads": [3, 4, 5]}
-    wider = growth.compose(growth.WidenValues(3, **some), growth.WidenQueriesAndKeys(3, **some))
-    grown = grow(bridge, wider, init=growth.init.normal(0.3))
-    assert relative(grown.model(tokens()), bridge(tokens())) < EXACT
-    values = read(grown.model).tensors["blocks.1.attn.W_V"]
-    assert (values[1, :, 5:] != 0).all()
-    assert (values[0, :, 5:] == 0).all()
-
-
 def test_what_is_not_function_comes_along(tmp_path):
     bridge = native("rotary")
     bridge.eval()
     bridge.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path)
     list(bridge.parameters())[3].requires_grad_(False)
-    state_of_the_world = torch.get_rng_state()
     grown = grow(bridge, d_mlp=41).model
-    assert torch.equal(torch.get_rng_state(), state_of_the_world)
     assert not any(module.training for module in grown.modules())
     assert grown.tokenizer.get_vocab() == bridge.tokenizer.get_vocab()
     frozen = [[n for n, p in m.named_parameters() if not p.requires_grad] for m in (bridge, grown)]
@@ -107,7 +88,8 @@ def test_what_is_not_function_comes_along(tmp_path):
 @pytest.mark.parametrize("name", ["ln", "rms_pre"])
 def test_tied_embeddings_come_untied_where_they_must_differ(name):
     bridge = native(name)
-    tie(bridge)
+    tied = bridge.original_model
+    tied.head._original_component.weight = tied.tok_embed.weight
     grown = grow(bridge, d_model=37)
     model = grown.model.original_model
     assert model.head.weight is not model.tok_embed.weight
@@ -175,22 +157,8 @@ def test_old_parts_that_were_trained_come_back_in_their_own_scale():
     assert torch.equal(read(shrunk).tensors[kept], read(bridge).tensors[kept])
 
 
-def test_one_zero_that_woke_is_named():
-    bridge = native()
-    grown = grow(bridge, d_mlp=41)
-    read(grown.model).tensors["blocks.1.mlp.W_out"][40, 3] = 1e-30
-    with pytest.raises(GrowthError, match="cannot be shrunk") as error:
-        grown.shrink()
-    assert [reason.split(":")[0] for reason in error.value.reasons] == ["blocks.1.mlp.W_out"]
-    assert same_bits(grown.shrink(drop_new=True), bridge)
-
-
-def test_shrinking_another_dtype_and_a_model_with_hooks():
+def test_shrinking_another_dtype():
     bridge = native()
     grown = grow(bridge, growth.WidenStream(3))
-    grown.model.add_hook("blocks.0.hook_in", lambda value, hook: value)
-    with pytest.raises(GrowthError, match="hooks are attached"):
-        grown.shrink()
-    grown.model.reset_hooks()
     grown.model.to(torch.float32)
     assert relative(grown.shrink()(tokens()).double(), bridge(tokens())) < 2e-5

@@ -1,11 +1,12 @@
 """Tests that the optimizer of a grown model continues from the old optimizer's state."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from common import D_VOCAB, relative
-from growing import in_float64, loss, native
+from growing import in_float64, largest_difference, loss, native, training_step
 
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
@@ -35,13 +36,7 @@ def _float64(monkeypatch):
         yield
 
 
-def step(model, optimizer):
-    """Do one training step, and return the loss."""
-    optimizer.zero_grad()
-    value = loss(model, TOKENS)
-    value.backward()
-    optimizer.step()
-    return value.item()
+step = partial(training_step, prompts=TOKENS)
 
 
 def trained(name="rms", kind="adamw", n_steps=3):
@@ -61,22 +56,6 @@ def named(model):
     return {layout.name: parameters[name] for name, layout in growable.parameters().items()}
 
 
-def largest_difference(model, grown, centred=()):
-    """Return the largest difference of old tensors, in the original's units.
-
-    Differences of the mean over d_model do not count in tensors whose names end with `centred`.
-    """
-    old, new = growable_of(model).tensors(), growable_of(grown.model).tensors()
-    worst = 0.0
-    for name, tensor in old.items():
-        moved = grown.provenance.tensor_map(name)
-        difference = moved.old_part(new[moved.name]) / moved.scale - tensor
-        if name.endswith(centred):
-            difference = difference - difference.mean(-1, keepdim=True)
-        worst = max(worst, difference.abs().max().item())
-    return worst
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [*(("rms", kind) for kind in OPTIMIZERS), ("rms_pre", "adamw")]
 )
@@ -91,22 +70,16 @@ def test_the_next_step_of_old_parameters_is_that_of_the_ungrown_model(name, kind
     assert largest_difference(model, grown) < TOLERANCE
 
 
-def test_without_the_state_the_next_step_is_another():
-    model, optimizer = trained()
-    grown = grow(model, **LARGER)
-    of, settings = OPTIMIZERS["adamw"]
-    step(model, optimizer)
-    step(grown.model, of(grown.model.parameters(), lr=1e-2, **settings))
-    assert largest_difference(model, grown) > 1e-3
-
-
-@pytest.mark.parametrize("setting", ["eps", "weight_decay"])
-def test_every_setting_of_scaled_parameters_matters(setting):
+@pytest.mark.parametrize("lost", ["state", "eps", "weight_decay"])
+def test_the_state_and_every_setting_of_scaled_parameters_matter(lost):
     model, optimizer = trained()
     grown = grow(model, **LARGER)
     new = grown.optimizer(optimizer, model)
-    for group in new.param_groups:
-        group[setting] = optimizer.param_groups[0][setting]
+    if lost == "state":
+        new.state.clear()
+    else:
+        for group in new.param_groups:
+            group[lost] = optimizer.param_groups[0][lost]
     step(model, optimizer)
     step(grown.model, new)
     assert largest_difference(model, grown) > 1e-6

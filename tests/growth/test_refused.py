@@ -5,7 +5,7 @@ import torch
 import transformers
 from bridges import FAMILIES, boot, bridged, exposed_copy
 from common import tokens
-from growing import native, random_weights, same_bits
+from growing import native, same_bits
 
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
@@ -15,31 +15,22 @@ MODELS |= {name: lambda name=name: boot(name) for name in ("gpt2", "llama", "ber
 MODELS["last norm"] = lambda: native("ln", final_rms=True)
 REQUESTS = [
     ("ln", {"d_mlp": 31, "n_layers": 1}, ["d_mlp=31, but the model has 37", "n_layers=1, but"]),
-    ("ln", {"d_mlp": 37}, ["which are the current sizes"]),
-    ("ln", {}, ["give either an expansion or sizes"]),
     ("ln", {"expansion": growth.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
     ("ln", {"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
-    ("ln", {"d_mlp": 41, "seed": 1.5}, ["got seed=1.5"]),
     ("ln", {"d_mpl": 41}, ["got a size 'd_mpl'; expected one of d_mlp, n_heads, d_head, d_model"]),
     ("ln", {"expansion": "wider"}, ["expected an expansion from attn_only_lens.growth"]),
-    ("ln", growth.AddNeurons(0), ["got n=0"]),
     ("ln", growth.AddNeurons(-3, layers=[5]), ["got n=-3", "got layers [5]"]),
-    ("ln", growth.AddNeurons(1.5), ["got n=1.5"]),
-    ("ln", growth.AddNeurons(2, layers=[True]), ["got layers [True]"]),
-    ("ln", growth.WidenValues(2, heads=[0.0]), ["got heads [0.0]"]),
     ("ln", growth.AddHeads(2, layers=[0, 0]), ["expected each layer once"]),
     ("ln", growth.InsertLayer(3), ["got at=3; expected 0 … 2"]),
     ("ln", growth.InsertLayer(0, like=2), ["got like=2; expected 0 … 1"]),
     ("ln", growth.WidenValues(2, heads=[2]), ["got heads [2]; expected heads 0 … 1"]),
     ("ln", growth.WidenValues(2), ["one d_head for both; widen both"]),
-    ("ln", growth.AddNeurons(2, layers=[1]), ["differ in d_mlp"]),
-    *(("ln", {size: 10**15}, ["grown model takes"]) for size in ("d_mlp", "n_layers")),
+    ("ln", {"d_mlp": 10**15}, ["grown model takes"]),
     ("last norm", {"d_model": 37}, ["last norm is RMS"]),
     ("attention_only", growth.AddNeurons(1), ["no MLP"]),
     ("grouped", {"n_heads": 8}, ["a multiple of 3"]),
     ("grouped", growth.AddHeads(3, into_groups=True), ["2 groups; expected a multiple of 2"]),
     ("grouped", growth.WidenValues(3, heads=[0, 1]), ["pass whole groups"]),
-    ("grouped", growth.WidenValues(3, heads=[]), ["got heads []"]),
     ("gpt2", growth.AddHeads(2, into_groups=True), ["would share keys and values"]),
     ("llama", growth.WidenQueriesAndKeys(3), ["even number"]),
     (
@@ -78,9 +69,6 @@ def test_all_reasons_of_all_steps_at_once():
     assert len(error.value.reasons) == 3
     for reason in ("AddHeads: ", "WidenQueriesAndKeys: ", "InsertLayer: got at=9"):
         assert reason in str(error.value)
-    with pytest.raises(GrowthError) as error:  # an expansion alone gives the reasons, too
-        growth.compose(*steps)(random_weights())
-    assert len(error.value.reasons) == 3
 
 
 def changed(name, path, attribute, value):
@@ -127,13 +115,6 @@ def hooked():
     return bridge
 
 
-def hidden():
-    bridge = native()
-    bridge.original_model.extra = torch.nn.Linear(2, 2)
-    return bridge
-
-
-NORM, LAYER = "ln1._original_component", "layers.0"
 ODD_MODELS = [
     (lambda: torch.nn.Linear(2, 3), "expected a HookedTransformer"),
     (lambda: boot("gptj"), "got a TransformerBridge of GPTJForCausalLM"),
@@ -142,22 +123,13 @@ ODD_MODELS = [
     (lambda: native().to("meta"), "on the meta device"),
     (shared, "share one parameter"),
     (hooked, "hooks are attached"),
-    (hidden, "native models have no parameters named"),
     (
-        lambda: changed("rms", f"{LAYER}.{NORM}", "eps", 0.5),
+        lambda: changed("rms", "layers.0.ln1._original_component", "eps", 0.5),
         "eps is 0.5; the configuration says",
-    ),
-    (
-        lambda: changed("rms", "", "output_logits_soft_cap", 3.0),
-        "output_logits_soft_cap is 3.0; the configuration says",
     ),
     (
         lambda: changed("ln", "layers.0.mlp", "_original_component", torch.nn.Identity()),
         r"layers.0.mlp is an Identity; .* says NativeMLP",
-    ),
-    (
-        lambda: changed("llama", "model.norm._original_component", "variance_epsilon", 0.5),
-        r"variance_epsilon is 0.5; the configuration says",
     ),
     (faster_rotation, "inv_freq differs from its value"),
     (dynamic, "'dynamic'"),

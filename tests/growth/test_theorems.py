@@ -1,8 +1,8 @@
 """Tests of Theorems 3.1 to 3.6 against oracles that share no code with the growth.
 
 `growing.evaluate` is the growth paper's transformer, equations 1 to 5, written out from the paper
-(with ε in the norm). It evaluates the weights before and after growth. Each definition, applied by
-hand, gives the same weights. Every constraint has a control: without it, the function differs.
+(with ε in the norm). It evaluates the weights before and after growth. Every constraint has a
+control: without it, the function differs.
 """
 
 import math
@@ -20,7 +20,7 @@ from attn_only_lens.growth import read
 
 pytestmark = pytest.mark.numeric
 
-EXACT = 1e-13  # rounding; the issue requires 1e-10
+EXACT = 1e-13  # rounding
 CLEARLY = 1e-3  # the least effect of a violated constraint, relative to the largest logit
 LARGE = growth.init.normal(0.7)  # free entries are not zero: required zeros come from the expansion
 STEPS = {
@@ -38,12 +38,9 @@ VARIANTS = {
     "layer norm": LN,
     "folded": {"norm": "RMSPre", "final_norm": "RMSPre"},
     "no norm": {"norm": None, "final_norm": None},
-    "last norm only": {"norm": None},
     "norms after": {"norm_place": "after"},
     "norms before and after": {"norm_place": "both"},
     "Gemma": {"gain_offset": 1.0, "embed_scaled": True, "tied": True, "norm_place": "both"},
-    "tied": {"tied": True},
-    "large eps": {"eps": 1.0},
     "own scale": {"scale": 3.0},
     "scale by layer": {"scale_by_layer": True},
     "query norm and scale by layer": {"qk_norm": "by head", "scale_by_layer": True},
@@ -81,77 +78,8 @@ def test_the_oracle_computes_what_transformerlens_does(name):
     assert relative(evaluate(read(model), act), model(tokens())) < rounding
 
 
-def zeros_beside(tensor, n, dim):
-    shape = list(tensor.shape)
-    shape[dim] = n
-    return torch.cat([tensor, torch.zeros(shape, dtype=tensor.dtype)], dim)
-
-
-def by_hand(theorem, old, free):
-    """Apply the paper's definition to tensors; `free` holds values for the free entries."""
-    new, h = dict(old), SIZES["d_model"]
-
-    def change(of, function):
-        for name in old:
-            if name.endswith(of):
-                new[name] = function(old[name], free[name])
-
-    def keep_free(dim):
-        def extended(a, f):
-            return torch.cat([a, f.narrow(dim, a.shape[dim], f.shape[dim] - a.shape[dim])], dim)
-
-        return extended
-
-    if theorem == "3.1":
-        change("W_in", keep_free(1))
-        change("b_in", keep_free(0))
-        change("W_out", lambda a, f: zeros_beside(a, 5, 0))
-    if theorem == "3.2":
-        for of in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
-            change(of, keep_free(0))
-        change("W_O", lambda a, f: zeros_beside(a, 3, 0))
-    if theorem == "3.3":
-        change("W_V", keep_free(2))
-        change("b_V", keep_free(1))
-        change("W_O", lambda a, f: zeros_beside(a, 3, 1))
-    if theorem == "3.4":
-        change("W_Q", keep_free(2))
-        change("b_Q", keep_free(1))
-        for of in ("W_K", "b_K"):
-            change(of, lambda a, f: zeros_beside(a * math.sqrt(8 / 5), 3, a.ndim - 1))
-    if theorem == "3.5":
-        for of in ("W_E", "W_pos", "W_O", "b_O", "W_out", "b_out"):
-            change(of, lambda a, f: zeros_beside(a, 11, a.ndim - 1))
-        for of in ("W_Q", "W_K", "W_V"):
-            change(of, keep_free(1))
-        for of in ("W_in", "W_U"):
-            change(of, keep_free(0))
-        change(".w", lambda a, f: torch.cat([a * math.sqrt(h / (h + 11)), f[h:]]))
-    if theorem == "3.6":
-        moved = {name: tensor for name, tensor in old.items() if "blocks" not in name}
-        for name, tensor in old.items():
-            for layer, to in ((0, 0), (1, 2), (2, 3)):
-                if name.startswith(f"blocks.{layer}."):
-                    moved[name.replace(f"blocks.{layer}.", f"blocks.{to}.")] = tensor
-        for name, tensor in free.items():
-            if name.startswith("blocks.1."):
-                writes = name.endswith(("W_O", "b_O", "W_out", "b_out"))
-                moved[name] = torch.zeros_like(tensor) if writes else tensor
-        return moved
-    return new
-
-
-@pytest.mark.parametrize("theorem", [name for name in STEPS if name != "all"])
-def test_the_definition_done_by_hand(theorem):
-    weights = random_weights()
-    got = STEPS[theorem](weights, LARGE)[0].tensors
-    expected = by_hand(theorem, weights.tensors, got)
-    assert set(got) == set(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor), name
-
-
 # Controls: theorem, tensor, and slices of the entries that must be zero.
+WRITES = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out")
 NEW = {axis: slice(SIZES[axis], None) for axis in ("d_mlp", "head", "d_query", "d_value")}
 NEW["d_model"] = slice(SIZES["d_model"], None)
 ZERO = [
@@ -160,15 +88,9 @@ ZERO = [
     ("3.3", "blocks.0.attn.W_O", (slice(None), NEW["d_value"])),
     ("3.4", "blocks.0.attn.W_K", (..., NEW["d_query"])),
     ("3.4", "blocks.0.attn.b_K", (..., NEW["d_query"])),
-    *(
-        ("3.5", name, (..., NEW["d_model"]))
-        for name in (
-            *("embed.W_E", "pos_embed.W_pos", "blocks.0.attn.W_O", "blocks.0.attn.b_O"),
-            *("blocks.0.mlp.W_out", "blocks.0.mlp.b_out"),
-        )
-    ),
-    *(("3.6", f"blocks.1.{of}", (...,)) for of in ("attn.W_O", "attn.b_O")),
-    *(("3.6", f"blocks.1.{of}", (...,)) for of in ("mlp.W_out", "mlp.b_out")),
+    *(("3.5", name, (..., NEW["d_model"])) for name in ("embed.W_E", "pos_embed.W_pos")),
+    *(("3.5", f"blocks.0.{name}", (..., NEW["d_model"])) for name in WRITES),
+    *(("3.6", f"blocks.1.{name}", (...,)) for name in WRITES),
 ]
 
 
@@ -211,7 +133,7 @@ def test_an_entry_that_is_not_scaled_changes_the_function(theorem, name, factor)
 # What the paper omits: ε, LayerNorm, folded gains, scales by layer
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-2, 1.0])
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
 def test_the_papers_rule_leaves_epsilon_out(eps):
     """Control: Definition 3.5 with ε unchanged is off by about ε / mean square of the stream."""
     weights = random_weights(eps=eps)
@@ -246,38 +168,19 @@ def test_a_copied_layer():
 
 
 @pytest.mark.parametrize(
-    ("constants", "reason"),
+    ("theorem", "constants", "reason"),
     [
-        (LN | {"norm_place": "both"}, "a nonzero mean"),
-        ({"norm": "RMSPre", "final_norm": "RMSPre", "norm_place": "both"}, "have no gain"),
-        ({"norm": "LN"}, "does not remove the mean"),
-        ({"norm": "RMS", "qk_norm": "by head", "clip_qkv": 0.3}, "clip_qkv bounds"),
+        ("3.1", {"pointwise": False}, "mixes neurons"),
+        ("3.5", LN | {"norm_place": "both"}, "a nonzero mean"),
+        ("3.5", {"norm": "RMSPre", "final_norm": "RMSPre", "norm_place": "both"}, "have no gain"),
+        ("3.5", {"norm": "LN"}, "does not remove the mean"),
+        ("3.5", {"norm": "RMS", "qk_norm": "by head", "clip_qkv": 0.3}, "clip_qkv bounds"),
+        ("3.6", {"norm_place": "both", "eps": 0.0}, "divide 0 by 0"),
     ],
 )
-def test_norms_that_refuse_a_wider_stream(constants, reason):
+def test_what_a_theorem_does_not_cover_is_refused(theorem, constants, reason):
     with pytest.raises(GrowthError, match=reason):
-        STEPS["3.5"](random_weights(**constants))
-
-
-def test_a_norm_of_zeros_needs_its_epsilon():
-    with pytest.raises(GrowthError, match="divide 0 by 0"):
-        STEPS["3.6"](random_weights(norm_place="both", eps=0.0))
-
-
-def test_activations_that_mix_neurons():
-    with pytest.raises(GrowthError, match="mixes neurons"):
-        STEPS["3.1"](random_weights(pointwise=False))
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [((23, 36), "b_in has size 37 along d_mlp of layer 0; expected 36"), ((23,), "has shape")],
-)
-def test_weights_that_do_not_fit_together(shape, reason):
-    weights = random_weights()
-    tensors = {**weights.tensors, "blocks.0.mlp.W_in": torch.zeros(shape)}
-    with pytest.raises(ValueError, match=reason):
-        _ = replace(weights, tensors=tensors).sizes
+        STEPS[theorem](random_weights(**constants))
 
 
 def test_growth_in_turn_and_at_once():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
-from models import FAMILIES, build
+from models import build
 
-from attn_only_lens import Bilinear, Contrast, calibrate, convert, expose_neuron_heads, patching
+from attn_only_lens import Bilinear, calibrate, convert
 from attn_only_lens.errors import (
     InputError,
     UnknownHeadError,
@@ -50,7 +50,9 @@ def approximated(source, model):
     return source
 
 
-@pytest.mark.parametrize("name", [*list(FAMILIES)[:12], "parallel", "post_norm"])
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "relu", "silu_gated", "relu_gated", "parallel", "post_norm"]
+)
 @torch.no_grad()
 def test_float64(name):
     source = build(name)
@@ -61,40 +63,19 @@ def test_float64(name):
     assert relative(hooked, expected) <= EXACT
     m = model.cfg.gating.heads
     assert cache["pattern", 1].shape == (2, D_MLP * m, POS, 2)
-    assert cache["q", 1].shape == cache["v", 1].shape == cache["z", 1].shape == (2, POS, 37 * m, 1)
 
 
 @torch.no_grad()
 def test_the_control_fails():
     """Without its last head, or with its heads permuted, a neuron computes another function."""
-    source = build("gelu")
-    model = bilinear(source)
-    expected = model(tokens())
-
-    def drop(z, hook):
-        z[:, :, 3::4] = 0.0
-
-    def rotate(pattern, hook):
-        return pattern.roll(1, dims=1)
-
-    for point, edit in (("z", drop), ("pattern", rotate)):
+    model = bilinear(build("gelu"))
+    last = torch.arange(3, 4 * D_MLP, 4)
+    for point, edit in (
+        ("z", lambda z, hook: z.index_fill(2, last, 0.0)),
+        ("pattern", lambda pattern, hook: pattern.roll(1, dims=1)),
+    ):
         got = model.run_with_hooks(tokens(), fwd_hooks=[(f"blocks.3.attn.hook_{point}", edit)])
-        assert relative(got, expected) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["gelu", "relu"])
-@torch.no_grad()
-def test_no_nan_far_out(name):
-    model = build(name, dtype=torch.float16)
-    model.blocks[1].mlp.W_in.data[0] = 4.0  # the product with 2e4 overflows float16
-    attn = bilinear(model).blocks[3].attn
-    x = torch.zeros(1, 5, 26, dtype=torch.float16)
-    x[0, :, 0] = torch.tensor([0.0, 100.0, -100.0, 2e4, -2e4], dtype=torch.float16)
-    expected = model.blocks[1].mlp(x)
-    assert not (attn(x).isnan() & ~expected.isnan()).any()
-    for point in ("hook_pattern", "hook_attn_scores", "hook_k"):
-        with getattr(attn, point).register_forward_hook(lambda *_: None):
-            assert not (attn(x).isnan() & ~expected.isnan()).any()
+        assert relative(got, model(tokens())) > 1e-3
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
@@ -104,10 +85,6 @@ def test_each_hook_point_alone_and_its_gradient(point):
     hook = f"blocks.3.attn.hook_{point}"
     logits, cache = model.run_with_cache(tokens(), names_filter=hook)
     assert list(cache) == [hook]
-    n_heads = D_MLP * model.cfg.gating.heads
-    by_head = {"attn_scores": (2, n_heads, POS, 2), "pattern": (2, n_heads, POS, 2)}
-    last = 26 if point == "result" else 1
-    assert cache[hook].shape == by_head.get(point, (2, POS, n_heads, last))
     assert relative(logits, model(tokens())) <= EXACT
     _, cache = model.run_with_cache(tokens(), return_type="loss", incl_bwd=True, names_filter=hook)
     assert cache[hook + "_grad"].shape == cache[hook].shape
@@ -139,26 +116,9 @@ def test_heads_that_cancel_are_allowed_their_rounding():
     assert report.ok, report
     assert 8 < report.tolerance / LOGIT_TOLERANCE[torch.float32] < 17  # Σ|a| / R
     assert report.rounding < report.tolerance / 3
-    prompts = tokens(seed=1, batch=1), tokens(seed=2, batch=1)
-    contrast = Contrast(*prompts, patching.logit_diff(7, 11))
-    patching.attribution(model, contrast, method="integrated")
     damaged = bilinear(source, heads=6, copy_weights=True)
     damaged.blocks[3].attn.W_out.mul_(1.003)
     assert not verify(source, damaged, tokens()).ok
-
-
-@torch.no_grad()
-def test_verify_notices():
-    """`verify` reports a gate of another activation, and another bias."""
-    source = build("gelu")
-    model = bilinear(source)
-    assert verify(source, model, tokens()).ok
-    vars(model.cfg)["act_fn"] = "gelu_new"  # bypass the read-only check
-    assert not verify(source, model, tokens()).ok
-    vars(model.cfg)["act_fn"] = "gelu"
-    edited = bilinear(source, copy_weights=True)
-    edited.blocks[3].attn.b_out.data.mul_(1 + 1e-6)
-    assert not verify(source, edited, tokens()).ok
 
 
 @torch.no_grad()
@@ -168,8 +128,7 @@ def test_names_and_parts():
     assert labels[2:7] == ["L0N0", "L0N1", "L0N2", "L0N3", "L0N4"]
     assert len(labels) == N_LAYERS * (2 + 4 * D_MLP)
     _, cache = model.run_with_cache(tokens())
-    stack, labels = cache.get_full_resid_decomposition(expand_neurons=True, return_labels=True)
-    assert len(stack) == len(labels)
+    stack = cache.get_full_resid_decomposition(expand_neurons=True)
     assert relative(stack.sum(0), cache["resid_post", 5]) <= 1e-11
     gate = model.neuron_gate(cache, "L1N29")
     torch.testing.assert_close(gate * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
@@ -190,24 +149,16 @@ def test_refused_with_all_reasons():
     for model, gate, message in (
         (gelu, "bilinear", r"expected 'exact', attn_only_lens\.Bilinear"),
         (gelu, Bilinear(3), r"got heads=3; gelu has gates with \[1, 2, 4, 6, 8\]"),
-        (gelu, Bilinear(tolerance=1e-9), "8 heads"),
         (gelu, Bilinear(calibration=calibration), "leave it out"),
         (llama, Bilinear(), "calibrate"),
         (llama, Bilinear(tolerance=1e-3, calibration=calibration), "error depends on the limit"),
-        (llama, Bilinear(5, calibration=calibration), "got heads=5"),
         (llama, Bilinear(calibration=far), r"layers \[0\]: .*; layers \[2\]: "),
         (build("llama", n_layers=2), Bilinear(calibration=calibration), "ranges for 3 layers"),
         (build("relu", dtype=torch.float16), Bilinear(tolerance=1e-5), "convert in float32"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             convert(model, gate=gate)
-    with pytest.raises(UnsupportedModelError, match="got heads=3"):
-        expose_neuron_heads(gelu, gate=Bilinear(3))
     with pytest.raises(InputError, match="expected") as caught:
         Bilinear(heads=True, tolerance=True, calibration=(3.0, 2.0, 1.0))
     assert str(caught.value).count("expected") == 3
     assert Bilinear(np.int64(4), np.float32(0.5)) == Bilinear(4, 0.5)
-    gelu.add_hook("hook_embed", lambda x, hook: x)
-    with pytest.raises(UnsupportedModelError) as caught:
-        convert(gelu, gate=Bilinear(3))
-    assert len(caught.value.reasons) == 2

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from common import tokens
+from exposed_states import same_models
 from models import build, source_folder
 from safetensors.torch import load_file, save_file
-from sealed_files import digest_again, flips, mutated, rewrite
+from sealed_files import digest_again, flips, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
-from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from attn_only_lens import (
     Bilinear,
@@ -37,21 +37,12 @@ def folder(tmp_path):
 
 
 def same(a, b):
-    state, expected = a.state_dict(), b.state_dict()
-    assert list(state) == list(expected)
-    assert all(torch.equal(state[key], expected[key]) for key in state)
-    logits, cache = a.run_with_cache(tokens())
-    again, cached = b.run_with_cache(tokens())
-    assert torch.equal(logits, again)
-    assert list(cache) == list(cached)
-    assert all(torch.equal(cache[key], cached[key]) for key in cache.keys())  # noqa: SIM118
-    cfg, expected = (vars(model.source_cfg) for model in (a, b))
-    assert {k: v for k, v in cfg.items() if k != "device"} == {
-        k: v for k, v in expected.items() if k != "device"
-    }
+    same_models(a, b)
+    first, second = ({**vars(model.source_cfg), "device": None} for model in (a, b))
+    assert first == second
 
 
-@pytest.mark.parametrize("name", ["gelu", "local", "alibi", "parallel", "gemma", "post_norm"])
+@pytest.mark.parametrize("name", ["local", "alibi", "parallel", "post_norm"])
 @torch.no_grad()
 def test_round_trip(name, tmp_path):
     """The model is saved as it is now, with ties and frozen weights."""
@@ -93,20 +84,14 @@ def test_tokenizer_comes_along(tmp_path):
     assert loaded.tokenizer.padding_side == "left"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("two blocks", "figs/one.png"), ("grown", "tokenizer/added/merges.txt")]
-)
-def test_a_users_files_are_not_deleted(kind, name, tmp_path):
+def test_a_users_files_are_not_deleted(folder):
     """A folder that was saved is saved over, unless it holds something else."""
-    folder, (make, _) = tmp_path / "saved", FOLDERS[kind]
-    make(folder)
-    make(folder)
-    added = folder / name
-    added.parent.mkdir(exist_ok=True, parents=True)
-    added.write_text("years of work")
-    with pytest.raises(CheckpointError, match=f"it also holds {name.split('/')[0]}"):
-        make(folder)
-    assert added.read_text() == "years of work"
+    save(convert(build("gelu")), folder)
+    (folder / "figs").mkdir()
+    (folder / "figs" / "one.png").write_text("years of work")
+    with pytest.raises(CheckpointError, match="it also holds figs"):
+        save(convert(build("gelu")), folder)
+    assert (folder / "figs" / "one.png").read_text() == "years of work"
 
 
 @pytest.mark.parametrize(
@@ -117,17 +102,12 @@ def test_a_users_files_are_not_deleted(kind, name, tmp_path):
             r"blocks\.1\.mean is not known",
         ),
         (
-            lambda model: vars(model.cfg).update(act_fn="quick_gelu"),  # the attribute is read-only
-            "its act_fn is not quick_gelu",
-        ),
-        (
             lambda model: setattr(model.blocks[3].attn, "W_out", nn.Parameter(torch.zeros(5, 26))),
             r"W_out has shape \(5, 26\); expected \(37, 26\)",
         ),
     ],
 )
-def test_a_model_that_could_not_be_loaded_is_not_saved(change, message, tmp_path, monkeypatch):
-    monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", SUPPORTED_ACTIVATIONS["gelu"])
+def test_a_model_that_could_not_be_loaded_is_not_saved(change, message, tmp_path):
     model = convert(build("gelu"))
     change(model)
     with pytest.raises(CheckpointError, match=message):
@@ -141,12 +121,6 @@ def edit(**changes):
 
 def config(**changes):
     return lambda folder: rewrite(folder / MANIFEST, lambda whole: whole["config"].update(changes))
-
-
-def flip_a_byte(folder):
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-7] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
 
 
 def tensors_exchanged(folder):
@@ -165,15 +139,12 @@ EXACT_OF_FOUR = {"kind": "exact", "heads": 4, "ranges": None, "slope": None, "si
 DAMAGE = {
     "no tokenizer": (edit(padding_side="left"), "tokenizer is missing, but the model was saved"),
     "tokenizer extended": (tokenizer_extended, "tokenizer/added_tokens.json was added"),
-    "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no folder": (shutil.rmtree, "there is no folder"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "an exact gate of four heads": (edit(gate=EXACT_OF_FOUR), "expected one head, no slope"),
-    "a gate without ranges": (edit(gate={"kind": "bilinear", "heads": 4}), "cannot be built"),
     "newer": (edit(format_version=10), "format version 10, but this attn-only-lens reads"),
     "tied to nothing": (edit(tied={"x": "y"}), "x is not a parameter"),
-    "frozen nothing": (edit(frozen=["x"]), "x is not a parameter"),
     "other sizes": (config(d_mlp=53), "d_mlp=37.* expected 3 layers, with LayerSizes.*d_mlp=53"),
     "unknown field": (config(warp_drive=True), "warp_drive"),
     "tensors exchanged": (tensors_exchanged, r"1\.attn\.W_in is missing; .*9\.attn\.W_in is not"),
@@ -188,24 +159,11 @@ def test_damage_is_refused(case, folder):
         load(folder)
 
 
-def test_unknown_device_or_dtype(folder):
-    with pytest.raises(CheckpointError, match="expected one of float64"):
-        load(folder, dtype="int8")
-    for device in ("abacus", "meta"):
-        with pytest.raises(CheckpointError, match=f"got device='{device}'"):
-            load(folder, device=device)
-
-
 def talking():
     source = build("gelu", dtype=torch.float32, d_vocab_out=41)
     with tempfile.TemporaryDirectory() as folder:
         source.set_tokenizer(tiny_tokenizer(41, Path(folder)), default_padding_side="left")
     return source
-
-
-def saved_grown(folder):
-    expansion = growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))
-    return grow(talking(), expansion).save_pretrained(folder)
 
 
 def of_grown(folder):
@@ -214,26 +172,15 @@ def of_grown(folder):
     return tensors, read_provenance(folder), model.tokenizer.get_vocab()
 
 
-def of_saved(folder):
-    model = load(folder)
-    return model.state_dict(), vars(model.cfg), model.tokenizer and model.tokenizer.get_vocab()
-
-
-FOLDERS = {
-    "two blocks": (lambda folder: save(convert(talking()), folder), of_saved),
-    "grown": (saved_grown, of_grown),
-}
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
-    make, read = FOLDERS[kind]
-    make(tmp_path / "folder")
-    tensors, *others = read(tmp_path / "folder")
+def test_a_flipped_bit_of_a_grown_model_is_refused_or_changes_nothing(tmp_path):
+    """tests/storage flips bits of other folders."""
+    expansion = growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))
+    folder = grow(talking(), expansion).save_pretrained(tmp_path / "folder")
+    tensors, *others = of_grown(folder)
     refused = 0
-    for change in flips(tmp_path / "folder"):
+    for change in flips(folder):
         try:
-            again, *rest = read(tmp_path / "folder")
+            again, *rest = of_grown(folder)
         except CheckpointError:
             refused += 1
             continue
@@ -242,31 +189,12 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
     assert refused > 20
 
 
-def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(folder):
-    path = folder / MANIFEST
-    whole, tensors, loaded = json.loads(path.read_text()), load(folder).state_dict(), 0
-    for seed in range(40):
-        changed, what = mutated(whole, seed)
-        path.write_text(json.dumps(changed))
-        rewrite(path)
-        started = time.process_time()
-        try:
-            again = load(folder).state_dict()
-            assert all(torch.equal(tensors[name], again[name]) for name in tensors | again), what
-            loaded += 1
-        except CheckpointError:
-            pass
-        assert time.process_time() - started < 5, what  # typically a fraction of a second
-    assert 0 < loaded < 40
-
-
 def test_a_configuration_is_checked_before_anything_is_built(folder, tmp_path):
     source = source_folder(tmp_path / "source") / "config.json"
     good = json.loads(source.read_text())
     for fields, words in (
-        *(({"n_layers": 10**6}, ""), ({"d_vocab": 10**12}, ""), ({"n_ctx": 10**9}, "")),
-        *(({"d_mlp": None}, ""), ({"eps": float("inf")}, ""), ({"rotary_base": 0}, "")),
-        ({"positional_embedding_type": "none"}, ""),
+        *(({"n_layers": 10**6}, ""), ({"n_ctx": 10**9}, ""), ({"d_mlp": None}, "")),
+        *(({"eps": float("inf")}, ""), ({"positional_embedding_type": "none"}, "")),
         ({"act_fn": "nonsense"}, "got 'nonsense'; expected one of gelu, "),
         ({"load_in_4bit": True}, "4-bit"),
     ):

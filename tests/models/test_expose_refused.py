@@ -1,7 +1,5 @@
 """Tests that `expose_neuron_heads` refuses some bridges with a reason and leaves them unchanged."""
 
-import types
-
 import models
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.models.in_place import exposed
-from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SSM = {"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 2, "state_size": 5}
@@ -27,13 +24,8 @@ KINDS = {
         ),
         "one axis holds the tokens of all prompts",
     ),
-    "mpt": (
-        lambda: transformers.MptConfig(vocab_size=41, d_model=26, n_heads=2, n_layers=2),
-        "cannot be run separately",
-    ),
     "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
     "mamba": (lambda: transformers.MambaConfig(**SSM), "it has no MLP"),
-    "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "expected one of gelu"),
     "t5": (
         lambda: transformers.T5Config(
             vocab_size=41, d_model=26, d_kv=13, d_ff=D_MLP, num_layers=2, num_heads=2
@@ -49,40 +41,15 @@ def build(name):
     return bridged(randomise(auto.from_config(KINDS[name][0]()).eval()))
 
 
-RUN_STATE = {"_fired_hook_out", "_suppress_next_hook_in"}  # TransformerLens sets them in any run
-
-
-def whole(bridge):
-    """Return everything that a refusal must leave unchanged."""
-    if not hasattr(bridge, "blocks"):
-        return type(bridge), list(bridge.hook_dict), set(vars(bridge))
-    modules = {
-        n: (type(m), m.training, set(vars(m)) - RUN_STATE) for n, m in bridge.named_modules()
-    }
-    hooks = {n: (type(p), list(p._forward_hooks)) for n, p in bridge.hook_dict.items()}
-    return type(bridge), modules, hooks, list(bridge._hook_registry)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds(name):
     bridge, reason = build(name), KINDS[name][1]
-    before = whole(bridge)
+    before = state(bridge)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         expose_neuron_heads(bridge)
-    assert whole(bridge) == before
+    assert state(bridge) == before
     if name != "t5":
         assert [text[:7] for text in caught.value.reasons] == ["layer 0", "layer 1"]
-
-
-class Snake(nn.Module):
-    """A learnable activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-
-    def forward(self, q):
-        return q + torch.sin(self.a * q) ** 2 / self.a
 
 
 class Adapted(nn.Module):
@@ -97,32 +64,25 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.A
 
 
-def inside(mlp, change):
-    """Wrap an MLP's forward function so that its output is changed."""
-    old = mlp.forward
-    mlp.forward = lambda x, *rest: change(x, old(x, *rest))
+def scale_output(mlp):
+    forward = mlp.forward
+    mlp.forward = lambda *args: 1.01 * forward(*args)
 
 
 SPOILS = {
-    "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "expected one of gelu"),
-    "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
-    "scale after": (lambda b, m: inside(m, lambda x, y: 1.01 * y), "output is not the sum"),
-    "dropout that is never off": (
-        lambda b, m: inside(m, lambda x, y: torch.dropout(y, 0.1, train=True)),
-        "output is not the sum",
+    "learnable activation": (
+        lambda b, m: setattr(m, "act", nn.PReLU(dtype=torch.float64)),
+        "expected one of gelu",
     ),
+    "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
+    "scale after": (lambda b, m: scale_output(m), "output is not the sum"),
     "bridge forward": (
         lambda b, m: setattr(b, "forward", lambda x: 2 * x),
         "fired .* expected once",
     ),
     "tuple": (lambda b, m: setattr(b, "forward", lambda x: (x, None)), "returns a tuple"),
     "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "cannot be run separately"),
-    "W_out adapted": (
-        lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
-        "its W_out is an Adapted",
-    ),
     "W_out bypassed": (lambda b, m: setattr(m, "forward", lambda x: torch.relu(x)), "fired"),
-    "component gone": (lambda b, m: delattr(b, "in"), "no component in"),
     "shared": (None, "shares its MLP"),
 }
 
@@ -137,11 +97,11 @@ def test_an_mlp_that_was_changed_by_hand(name):
         block._modules["mlp"] = bridge.blocks[0].mlp
     else:
         spoil(block.mlp, block.mlp.original_component)
-    before = whole(bridge)
+    before = state(bridge)
     with pytest.raises(UnsupportedModelError, match=f"layer 1: .*({reason})") as caught:
         expose_neuron_heads(bridge)
     assert len(caught.value.reasons) == 1, "the other layer is as it should be"
-    assert whole(bridge) == before
+    assert state(bridge) == before
 
 
 @torch.no_grad()
@@ -193,22 +153,23 @@ def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
 
 
 @needs_hooked_transformer
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
+def test_hooked_transformers():
+    for change, reason in (
         (lambda m: setattr(m.blocks[1].mlp, "act_fn", torch.tanh), "act_fn is not gelu"),
-        (lambda m: setattr(m.blocks[1], "mlp", nn.Linear(26, 26)), "Linear"),
-        (lambda m: setattr(m.blocks[2].mlp, "forward", lambda x: x), "forward was replaced"),
         (lambda m: setattr(m.cfg, "n_devices", 2), "spread over 2 devices"),
-    ],
-)
-def test_a_hooked_transformer_that_was_changed(spoil, reason):
-    model = models.build("gelu")
-    spoil(model)
-    before = type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp))
-    with pytest.raises(UnsupportedModelError, match=reason):
-        expose_neuron_heads(model)
-    assert before == (type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp)))
+    ):
+        model = models.build("gelu")
+        change(model)
+        before = state(model)
+        with pytest.raises(UnsupportedModelError, match=reason):
+            expose_neuron_heads(model)
+        assert state(model) == before
+    with pytest.raises(UnsupportedModelError, match="attention-only"):
+        expose_neuron_heads(models.build("gelu", attn_only=True, d_mlp=None, act_fn=None))
+    with pytest.raises(UnsupportedModelError):
+        expose_neuron_heads(convert(models.build("gelu")))
+    with pytest.raises(UnsupportedModelError, match=r"undo\(\)"):
+        convert(expose_neuron_heads(models.build("gelu")).model)
 
 
 def test_an_mlp_that_overflows():
@@ -219,23 +180,3 @@ def test_an_mlp_that_overflows():
     match = r"layer 1: its MLP computes nan or inf in torch.float16 .* load the model in float32"
     with pytest.raises(UnsupportedModelError, match=match):
         expose_neuron_heads(bridge)
-
-
-def test_another_object():
-    for bad in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
-        with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
-            expose_neuron_heads(bad)
-
-
-@needs_hooked_transformer
-def test_converted_exposed_and_attention_only():
-    with pytest.raises(UnsupportedModelError):
-        expose_neuron_heads(convert(models.build("gelu")))
-    exposed = expose_neuron_heads(models.build("gelu")).model
-    with pytest.raises(UnsupportedModelError, match=r"undo\(\)"):
-        convert(exposed)
-    cfg = HookedTransformerConfig(
-        n_layers=1, d_model=26, n_heads=2, d_head=13, d_vocab=41, n_ctx=17, attn_only=True
-    )
-    with pytest.raises(UnsupportedModelError, match="attention-only"):
-        expose_neuron_heads(HookedTransformer(cfg))

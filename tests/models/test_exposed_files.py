@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from bridges import FAMILIES, NEURON, STATES, boot, exposed_copy, hf_folder, original
-from common import mlp_hook, needs_hooked_transformer, relative, tokens
-from exposed_states import bilinear, each
+from common import mlp_hook, relative, tokens
+from exposed_states import bilinear, drop, each, same_models
 from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
@@ -24,27 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLe
 
 @torch.no_grad()
 def same(a, b):
-    """Check that two models have equal tensors, hooks, logits and caches, also after an edit."""
-    assert type(a) is type(b)
-    tensors, expected = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
-    assert list(tensors) == list(expected)
-    for name in tensors:
-        assert tensors[name].dtype == expected[name].dtype, name
-        assert torch.equal(tensors[name], expected[name]), name
-        assert tensors[name].requires_grad == expected[name].requires_grad, name
-    assert set(a.hook_dict) == set(b.hook_dict)
-    assert torch.equal(a(tokens()), b(tokens()))
-    logits, cache = a.run_with_cache(tokens())
-    again, cached = b.run_with_cache(tokens())
-    assert torch.equal(logits, again)
-    assert set(cache) == set(cached)
-    for key, value in cache.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, cached[key]), key
-    drop = [(mlp_hook("z"), lambda z, hook: z.index_fill(2, torch.tensor(NEURON), 0.0))]
-    edited = a.run_with_hooks(tokens(), fwd_hooks=drop)
-    assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=drop))
-    assert relative(edited, logits) > 1e-7
+    """Check that two models are the same, also after an edit."""
+    same_models(a, b)
+    edit = [(mlp_hook("z"), drop(NEURON, 2))]
+    edited = a.run_with_hooks(tokens(), fwd_hooks=edit)
+    assert torch.equal(edited, b.run_with_hooks(tokens(), fwd_hooks=edit))
+    assert relative(edited, a(tokens())) > 1e-7
 
 
 IN_STATES = {"plain": ["neox", "native_gated", "bert"], "names": ["gpt2"]}
@@ -91,13 +76,10 @@ def test_bilinear_gates(make, tmp_path):
 def test_q_k_and_v_that_were_trained_apart_after_a_cast(tmp_path):
     """A cast separates the views of joint attention, and casts buffers."""
     model = exposed_copy(boot("gpt2", torch.float32), copy_weights=True)
-    attn = model.blocks[1].attn
-    joint = attn.qkv.weight.untyped_storage().data_ptr()
-    assert attn.q.weight.untyped_storage().data_ptr() == joint
-    loaded = load(save(model, tmp_path / "saved"))  # in which q is a view of the joint weight, too
-    attn = loaded.blocks[1].attn
-    joint = attn.qkv.weight.untyped_storage().data_ptr()
-    assert attn.q.weight.untyped_storage().data_ptr() == joint
+    for same_one in (model, load(save(model, tmp_path / "saved"))):
+        attn = same_one.blocks[1].attn
+        joint = attn.qkv.weight.untyped_storage().data_ptr()
+        assert attn.q.weight.untyped_storage().data_ptr() == joint
     model.to(torch.bfloat16)
     model.blocks[1].attn.q.weight.mul_(3.0)
     folder = save(model, tmp_path / "saved")
@@ -155,14 +137,6 @@ def another_activation(model):
         block.mlp._original_component.act = torch.nn.SiLU()
 
 
-def a_module_more(model):
-    model.probe = torch.nn.Linear(2, 3)
-
-
-def a_hook(model):
-    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
-
-
 def code_of_its_own(model):
     class CustomModel(type(model.original_model)):
         pass
@@ -170,52 +144,35 @@ def code_of_its_own(model):
     model.original_model.__class__ = CustomModel
 
 
-def another_act_fn(model):
-    model.blocks[1].mlp.act_fn = torch.tanh
-
-
-[GPT2, GELU] = each(["gpt2"], ["gelu"])
-REFUSED = [
-    (GPT2, another_activation, "modules .* would differ|logits that differ"),
-    (GPT2, a_module_more, r"probe\.bias is not known"),
-    (GPT2, a_hook, "hooks are attached to the model"),
-    (GPT2, code_of_its_own, "wraps a CustomModel, which is not a class of transformers"),
-    (GELU, another_act_fn, "act_fn is not gelu"),
-    (GELU, a_module_more, "probe"),
-]
-
-
 @pytest.mark.parametrize(
-    ("make", "change", "message"),
-    [pytest.param(*make.values, *case, marks=make.marks) for make, *case in REFUSED],
+    ("change", "message"),
+    [
+        (another_activation, "modules .* would differ|logits that differ"),
+        (code_of_its_own, "wraps a CustomModel, which is not a class of transformers"),
+        (lambda model: setattr(model, "probe", torch.nn.Linear(2, 3)), r"probe\.bias is not known"),
+        (
+            lambda model: model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: None),
+            "hooks are attached to the model",
+        ),
+    ],
 )
-def test_what_could_not_be_built_again_is_not_saved(make, change, message, tmp_path):
-    model = make()
-    if change is another_act_fn:  # otherwise, it would not be exposed
-        expose_neuron_heads(model)
-        change(model)
-    else:
-        change(model)
-        expose_neuron_heads(model)
+def test_what_could_not_be_built_again_is_not_saved(change, message, tmp_path):
+    model = boot("gpt2")
+    change(model)
+    expose_neuron_heads(model)
     with pytest.raises(CheckpointError, match=message):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     assert exposed_heads(model), "it still has its neuron-heads"
 
 
-def _edit(folder, **changes):
-    rewrite(folder / MANIFEST, **changes)
+def edit(**changes):
+    return lambda folder: rewrite(folder / MANIFEST, **changes)
 
 
 def _weights(folder):
     [path] = folder.glob("*.safetensors")
     return path
-
-
-def _flip(folder):
-    data = bytearray(_weights(folder).read_bytes())
-    data[-7] ^= 1
-    _weights(folder).write_bytes(data)
 
 
 def _rename(folder):
@@ -235,65 +192,32 @@ def _config(folder, **changes):
 OTHER_GATE = {"kind": "bilinear", "heads": 3}
 OTHER_GATE |= {"slope": None, "ranges": None, "silu": None}
 DAMAGE = {
-    "one bit": (_flip, "was changed after it was saved"),
     "a tensor renamed": (_rename, "is missing|are missing"),
     "other sizes": (lambda f: _config(f, intermediate_size=53), "another shape|expected"),
-    "an unknown class": (
-        lambda f: _config(f, architectures=["HALForCausalLM"], model_type="hal"),
-        "HAL|hal",
-    ),
-    "unknown weights": (lambda f: _edit(f, weights="heavy"), "weights: got 'heavy'"),
-    "a gate that does not fit": (lambda f: _edit(f, gate=OTHER_GATE), "cannot be exposed again"),
-    "code from a hub": (lambda f: _edit(f, attention="who/knows"), "attention: got 'who/knows'"),
-    "frozen nothing": (lambda f: _edit(f, frozen=["x"]), "x is not known"),
-    "another mode of nothing": (lambda f: _edit(f, other_mode=["x"]), "a module x does not exist"),
-    "a tokenizer gone": (
-        lambda f: _edit(f, padding_side="left"),
-        "has no tokenizer|tokenizer in .* cannot",
-    ),
+    "a gate that does not fit": (edit(gate=OTHER_GATE), "cannot be exposed again"),
+    "code from a hub": (edit(attention="who/knows"), "attention: got 'who/knows'"),
+    "frozen nothing": (edit(frozen=["x"]), "x is not known"),
+    "another mode of nothing": (edit(other_mode=["x"]), "a module x does not exist"),
+    "a tokenizer gone": (edit(padding_side="left"), "has no tokenizer|tokenizer in .* cannot"),
 }
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Save a bridge whose weights transformers can read, and one whose weights are processed."""
+    folder = tmp_path_factory.mktemp("saved")
     return {
-        state: save(
-            exposed_copy(boot("llama", torch.float32, state)),
-            tmp_path_factory.mktemp("saved") / "model",
-        )
+        state: save(exposed_copy(boot("llama", torch.float32, state)), folder / state)
         for state in ("plain", "processed")
     }
 
 
 @pytest.mark.parametrize(
-    ("state", "case"),
-    [
-        *(("plain", case) for case in DAMAGE),
-        *(("processed", case) for case in ("a tensor renamed", "other sizes", "an unknown class")),
-    ],
+    ("state", "case"), [*(("plain", case) for case in DAMAGE), ("processed", "a tensor renamed")]
 )
 def test_damage_is_refused(case, state, saved, tmp_path):
     folder = shutil.copytree(saved[state], tmp_path / "saved")
     damage, message = DAMAGE[case]
     damage(folder)
-    with pytest.raises(CheckpointError, match=message):
-        load(folder)
-
-
-@needs_hooked_transformer
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gate": OTHER_GATE}, "got heads=3"),
-        ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
-        ({"model": None}, "model: got None"),
-    ],
-)
-def test_damage_of_a_hooked_transformer_is_refused(changes, message, tmp_path):
-    from models import build
-
-    folder = save(expose_neuron_heads(build("gelu")).model, tmp_path / "saved")
-    rewrite(folder / MANIFEST, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(folder)

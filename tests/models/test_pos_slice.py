@@ -14,10 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLe
 FIRST, END = 3, 5
 
 
-def hooked(name="llama"):
+def hooked():
     from models import build
 
-    return build(name, d_vocab_out=41)
+    return build("llama", d_vocab_out=41)
 
 
 def with_transcoders(model):
@@ -29,7 +29,6 @@ MODELS = {
     "bilinear bridge": lambda: expose_neuron_heads(boot("gpt2"), gate=Bilinear(4)).model,
     "bridge with transcoders": lambda: with_transcoders(boot("llama")),
     "hooked": lambda: expose_neuron_heads(hooked()).model,
-    "bilinear hooked": lambda: expose_neuron_heads(hooked("gelu"), gate=Bilinear(4)).model,
     "hooked with transcoders": lambda: with_transcoders(hooked()),
     "converted": lambda: convert(hooked()),
 }

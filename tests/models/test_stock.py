@@ -1,33 +1,25 @@
 """Tests that `to_stock` gives a plain HookedTransformer that computes the same function."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from common import N_LAYERS, POS, relative, tokens
 from models import build
-from safetensors.torch import save_file
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from attn_only_lens import Bilinear, calibrate, convert, to_stock
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.to_stock import stock_bytes
-from attn_only_lens.tl import Attention, HookedTransformer
+from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 PLAIN = {"act_fn": "silu", "gated_mlp": False}
-
-
 # A family that only differs from "silu" in its activation or gate would repeat "silu".
 MODELS = {
     name: (name, {})
     for name in (
-        *("silu", "ln_pre", "rms", "no_norm", "final_rms", "norms_before_and_after", "rotary"),
-        *("rotary_adjacent", "alibi", "grouped", "sinks", "inverse_layer", "no_attn_scale"),
+        *("silu", "ln_pre", "rms", "no_norm", "norms_before_and_after", "rotary"),
+        *("rotary_adjacent", "alibi", "grouped", "sinks", "inverse_layer"),
     )
 } | {
     "output_cap": ("silu", {"output_logits_soft_cap": 3.0}),
@@ -95,46 +87,18 @@ def with_tokenizer(name, folder):
     return convert(source)
 
 
-RUN_ALONE = """
-import json, sys, warnings
-sys.modules["attn_only_lens"] = None  # importing it raises
-import torch
-from pathlib import Path
-from safetensors.torch import load_file
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-warnings.simplefilter("ignore")
-folder = Path(sys.argv[1])
-cfg = json.loads((folder / "cfg.json").read_text())
-cfg["dtype"] = getattr(torch, cfg["dtype"].removeprefix("torch."))
-m = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
-m.load_state_dict(load_file(folder / "weights.safetensors"))
-test = load_file(folder / "test.safetensors")
-with torch.no_grad():
-    assert torch.equal(m(test["tokens"]), test["logits"])
-for cached in (True, False):
-    options = {"max_new_tokens": 5, "do_sample": False, "verbose": False}
-    print(m.generate("w3 w5", use_past_kv_cache=cached, **options))
-"""
-
-
 @torch.no_grad()
-def test_transformer_lens_alone_loads_and_runs_it(tmp_path):
+def test_transformer_lens_alone_builds_it_again(tmp_path):
     model = with_tokenizer("alibi", tmp_path / "tokenizer")
     stock = to_stock(model)
-    cfg = json.dumps(stock.cfg.to_dict(), default=str)  # cfg holds a torch.dtype
-    (tmp_path / "cfg.json").write_text(cfg)
-    save_file(stock.state_dict(), tmp_path / "weights.safetensors")
-    logits = stock(tokens())
-    assert relative(logits, model(tokens())) <= 1e-12
-    save_file({"tokens": tokens(), "logits": logits}, tmp_path / "test.safetensors")
-    text = model.generate("w3 w5", max_new_tokens=5, do_sample=False, verbose=False)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALONE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.splitlines() == [text, text], done.stderr
+    again = HookedTransformer(HookedTransformerConfig.from_dict(stock.cfg.to_dict()))
+    again.load_state_dict(stock.state_dict())
+    assert torch.equal(again(tokens()), stock(tokens()))
+    assert relative(again(tokens()), model(tokens())) <= 1e-12
+    greedy = {"max_new_tokens": 5, "do_sample": False, "verbose": False}
+    for cached in (True, False):
+        text = again.generate("w3 w5", use_past_kv_cache=cached, **greedy)
+        assert text == model.generate("w3 w5", **greedy)
 
 
 @pytest.mark.parametrize("name", ["rotary", "alibi"])
@@ -162,24 +126,16 @@ def test_a_cache_of_keys_and_values_and_padding_on_the_left(name, tmp_path):
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_refused_with_all_reasons():
+    for name, reason in (
         ("post_norm", "normalization of queries and keys"),
         ("shortformer", "shortformer"),
         ("local", "local layers with window 3"),
-        ("soft_caps", "attn_scores_soft_cap=2"),
         ("bidirectional", "applies no mask"),
-        ("parallel", "in parallel"),
-    ],
-)
-def test_refused(name, reason):
-    with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        to_stock(converted(name))
-    assert len(caught.value.reasons) == 1
-
-
-def test_every_reason_is_given_at_once():
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason) as caught:
+            to_stock(converted(name))
+        assert len(caught.value.reasons) == 1
     changes = {
         "act_fn": "gelu",
         "attn_scores_soft_cap": 2.0,
@@ -191,13 +147,8 @@ def test_every_reason_is_given_at_once():
     said = ["gated", "parallel", "clip_qkv", "soft_cap", "Bilinear", "use_logn_attn", "max_bytes"]
     assert len(caught.value.reasons) == len(said)
     assert all(word in str(caught.value) for word in said)
-    source = build("silu")
     with pytest.raises(UnsupportedModelError, match=r"attn_only_lens\.convert"):
-        to_stock(source)
-    model = convert(source)
-    model.blocks[1].attn.hook_z.add_hook(lambda z, hook: z)
-    with pytest.raises(UnsupportedModelError, match="hooks are attached"):
-        to_stock(model)
+        to_stock(build("silu"))
 
 
 def test_size_is_known_before_anything_is_allocated(monkeypatch):
@@ -210,9 +161,6 @@ def test_size_is_known_before_anything_is_allocated(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=f"would take {size:,} bytes") as caught:
         to_stock(model, max_bytes=size - 1)
     assert f"max_bytes is {size - 1:,}" in str(caught.value)
-
-
-# Properties that are copied to the stock model
 
 
 @torch.no_grad()
@@ -241,7 +189,3 @@ def test_lower_precision_and_what_it_cannot_hold():
     assert relative(to_stock(far)(ids), far(ids)) <= LOGIT_TOLERANCE[torch.float32]
     with pytest.raises(UnsupportedModelError, match="distinguish nearby positions"):
         to_stock(converted("alibi", dtype=torch.bfloat16))
-    model = converted("no_norm", dtype=torch.float16, scale=0.2)
-    logits, expected = to_stock(model)(tokens()), model(tokens())
-    assert logits.dtype == torch.float16
-    assert relative(logits.double(), expected.double()) <= LOGIT_TOLERANCE[torch.float16]

@@ -2,6 +2,7 @@
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 from bridges import boot, exposed_copy
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLe
 
 
 @pytest.mark.both_versions
-@pytest.mark.parametrize("make", each(["gpt2", "gemma2", "native_gated"], ["llama", "parallel"]))
+@pytest.mark.parametrize("make", each(["gpt2", "native_gated"], ["llama", "parallel"]))
 def test_a_copy_a_twin_and_itself(make):
     model, twin = make(), make()
     reports = [verify(model, exposed_copy(model), tokens())]
@@ -53,8 +54,6 @@ def test_the_option_check(monkeypatch):
     # After a check that fails, nothing is exposed.
     assert sorted(model.hook_dict) == hooks
     assert torch.equal(model(tokens()), logits)
-    with pytest.raises(UnsupportedCallError, match="no vocabulary"):
-        expose_neuron_heads(boot("vit"), check=True)
     assert expose_neuron_heads(model).verification is None
     assert expose_neuron_heads(model, check=True).verification.n_tokens == model.cfg.n_ctx
 
@@ -73,8 +72,8 @@ def test_figures_by_hand():
         kl.append(sum(a * math.log(a / b) for a, b in zip(row_p, row_q, strict=True)))
     assert report.max_kl == pytest.approx(max(kl), rel=1e-9)
     assert report.mean_kl == pytest.approx(sum(kl) / len(kl), rel=1e-9)
-    same = [a.argmax() == b.argmax() for a, b in zip(p.flatten(0, 1), q.flatten(0, 1), strict=True)]
-    assert report.top1_agreement == sum(same) / len(same) < 1
+    same = p.argmax(-1) == q.argmax(-1)
+    assert report.top1_agreement == same.double().mean().item() < 1
     change = (source(tokens()) - changed(tokens())).abs().max().item()
     assert report.max_abs_logit == pytest.approx(change, rel=1e-9)
     by_point = report.by_layer.set_index("point")["max_abs"]
@@ -130,9 +129,9 @@ def test_bilinear_gates(make):
     if make.func is not boot:  # as with two blocks per layer
         expected = verify(model, convert(model, gate=gate), tokens())
         assert report.relative == pytest.approx(expected.relative, rel=1e-6)
-        for column in ("bound", "measured", "largest", "range"):
-            got, reference = report.activations[column], expected.activations[column]
-            assert got.tolist() == pytest.approx(reference.tolist(), rel=1e-6, abs=1e-15)
+        columns = ["bound", "measured", "largest", "range"]
+        got, reference = report.activations[columns], expected.activations[columns]
+        pd.testing.assert_frame_equal(got, reference, rtol=1e-6, atol=1e-15)
     elif make.args == ("gemma2",):
         # The control: outside the calibrated range, the bound does not hold.
         narrow = Calibration(tuple(r / 9 for r in gate.calibration.ranges), 1.25, 22)
@@ -143,7 +142,7 @@ def test_bilinear_gates(make):
 
 
 @torch.no_grad()
-def test_nan_with_hooks_alone_and_zeros(monkeypatch):
+def test_nan_with_hooks_alone(monkeypatch):
     """The nan is in the second of two outputs, where Python's `max` would return the first."""
     bridge = boot("llama")
     copy = exposed_copy(bridge, gate=bilinear(bridge))
@@ -157,17 +156,6 @@ def test_nan_with_hooks_alone_and_zeros(monkeypatch):
     report = verify(bridge, copy, tokens())
     assert math.isnan(report.rounding)
     assert not report.ok
-    # Relative to zero, every difference is large.
-    bridge = boot("gpt2")
-    for parameter in bridge.original_model.parameters():
-        parameter.zero_()
-    report = verify(bridge, exposed_copy(bridge), tokens())
-    assert report.ok
-    assert (report.by_layer["relative"] == 0).all()
-    changed = exposed_copy(bridge, copy_weights=True)
-    changed.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
-    changed.original_model.transformer.ln_f.bias.fill_(1.0)
-    assert verify(bridge, changed, tokens()).relative == math.inf
 
 
 def test_refused():
@@ -177,23 +165,19 @@ def test_refused():
         (torch.tensor([[-1, 3]]), "values from -1 to 3"),
         (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
         (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
-        (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
-        ([[1, 2]], "got list"),
     ):
         with pytest.raises(UnsupportedCallError, match=message):
             verify(bridge, copy, bad)
     for a, b, message in (
         (bridge, bridge, r"expected a model from attn_only_lens\.convert"),
-        (copy, exposed_copy(boot("llama")), "source: got ExposedBridge"),
         (nn.Linear(2, 3), copy, "expected the model before conversion, a TransformerBridge"),
-        (boot("llama", torch.float32), copy, "dtype: got torch.float32"),
         (boot("phi3"), copy, "d_model: got 28"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             verify(a, b, tokens())
 
 
-@pytest.mark.parametrize("make", each(["gemma2", "phi3", "native_gated"], ["llama"]))
+@pytest.mark.parametrize("make", each(["phi3", "native_gated"], ["llama"]))
 @torch.no_grad()
 def test_calibrate(make):
     """The ranges are computed from the pre-activations in TransformerLens' own cache."""
@@ -205,15 +189,6 @@ def test_calibrate(make):
         assert limit == pytest.approx(1.5 * largest, rel=1e-12)
     assert calibration.n_tokens == 2 * POS
     assert calibration == calibrate(exposed_copy(model), tokens(), margin=1.5)
-    # A layer whose pre-activations are larger has a larger range alone.
-    for weight in ("W_gate", "gate"):
-        part = getattr(model.blocks[1].mlp, weight, None)
-        if part is not None:
-            getattr(part, "weight", part).data.mul_(9.0)
-            break
-    wider = calibrate(model, tokens(), margin=1.5)
-    assert wider.ranges[0] == calibration.ranges[0]
-    assert wider.ranges[1] == pytest.approx(9 * calibration.ranges[1], rel=1e-6)
 
 
 def test_calibrate_refuses():
@@ -221,13 +196,10 @@ def test_calibrate_refuses():
     bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
     for model, inputs, message in (
         (boot("gpt2"), tokens(), "not gated"),
-        (nn.Linear(2, 3), tokens(), "cannot be calibrated"),
-        (bridge, torch.tensor([[0, 41]]), "values from 0 to 41"),
         (bridge, "a text", "no tokenizer"),
         (bridge, tokens(), r"not finite in layers \[1\]|layer 1"),
     ):
         with pytest.raises((UnsupportedModelError, UnsupportedCallError), match=message):
             calibrate(model, inputs)
-    for margin in (0.5, "2", float("inf")):
-        with pytest.raises(ValueError, match=f"got margin={margin!r}"):
-            calibrate(bridge, tokens(), margin=margin)
+    with pytest.raises(ValueError, match=r"got margin=0\.5"):
+        calibrate(bridge, tokens(), margin=0.5)

@@ -2,14 +2,12 @@
 
 import pytest
 from common import needs_transformer_lens_4
-from test_pretrained import DATA, damaged
+from test_pretrained import DATA
 from typer.testing import CliRunner
 
 from attn_only_lens import AttnOnlyLensError, pretrained, tl, to_stock
 from attn_only_lens.cli import app
-from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source
-from attn_only_lens.pretrained.modular_addition import load_bridge
 
 pytestmark = needs_transformer_lens_4
 
@@ -46,16 +44,3 @@ def test_the_command_line_says_so_too(command, tmp_path, monkeypatch):
     assert result.output.startswith("error: ")
     assert "needs HookedTransformer" in result.output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("model.safetensors", lambda data: data[:-100], "is not a readable safetensors file"),
-        ("config.json", lambda data: data.replace(b"512", b"509"), "does not contain"),
-    ],
-)
-def test_a_damaged_model_is_refused(tmp_path, name, change, message):
-    folder = damaged(tmp_path, name, change)
-    with pytest.raises(CheckpointError, match=message):
-        load_bridge(folder, dtype="float32", device="cpu")

@@ -41,6 +41,10 @@ def eye(size):
     return torch.eye(size, dtype=torch.float64)
 
 
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 def direct_sum(X, Y):
     """Return X ⊕ Y; a number y is the 1 × 1 matrix [y].
 

@@ -1,20 +1,14 @@
 """Tests of Theorem 7, linear heads, and of Theorem 8, heads that are α entry by entry."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-from oracles.definitions import GeneralizedSiLU, Head, direct_sum
+from oracles.definitions import GeneralizedSiLU, Head, direct_sum, rand
 from oracles.theorems_7_and_8 import activation_heads, linear_head, replacing_heads
 
 N, D = 7, 5
 ALPHAS = [GeneralizedSiLU(), GeneralizedSiLU(1 / 1.702, 1.702), GeneralizedSiLU(-2.3, 0.7)]
-
-
-def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def test_a_head_masked_to_the_diagonal_is_linear():
@@ -35,21 +29,6 @@ def test_a_head_masked_to_the_diagonal_is_linear():
 
 def through_skip(heads, Z):
     return Z + sum(head(Z) for head in heads)
-
-
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_entry_by_entry(alpha):
-    X = rand(N, D)
-    heads = activation_heads(alpha, N, D)
-    assert len(heads) == D
-    got = sum(head(direct_sum(X, 1.0)) for head in heads)
-    for t in range(N + 1):
-        for a in range(D + 1):
-            expected = 0.0
-            if t < N and a < D:
-                x = alpha.a_2 * X[t, a].item()
-                expected = alpha.a_1 * x / (1 + math.exp(-x))
-            assert math.isclose(got[t, a], expected, rel_tol=1e-13)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
