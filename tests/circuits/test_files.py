@@ -8,27 +8,11 @@ import pytest
 import torch
 from sealed_files import rewrite
 
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
-
-
-@pytest.fixture(scope="module")
-def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
-
-
-@pytest.fixture(scope="module")
-def task(model):
-    return tasks.agreement(model.tokenizer, 4, structure="relative")
-
-
-@pytest.fixture(scope="module")
-def circuit(model, task):
-    sites, search = p.Sites("heads", "roles"), circuits.Search(resamples=2)
-    return circuits.discover(model, task, sites=sites, search=search)
 
 
 def same(first, second):
@@ -48,7 +32,7 @@ def same(first, second):
 
 def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_path):
     path = tmp_path / "circuit.json"
-    assert circuit.candidates == p.Sites("heads", tuple(task.roles))
+    assert circuit.candidates == p.Sites(positions=tuple(task.roles))
     for original in (circuit, replace(circuit, stability=None), circuit.core()):
         original.save(path)
         again = circuits.Circuit.load(path)

@@ -28,11 +28,6 @@ pytestmark = pytest.mark.numeric
 
 
 @pytest.fixture(scope="module")
-def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
-
-
-@pytest.fixture(scope="module")
 def case(model):
     """Return a graph and its groups."""
     graph = circuits.attribution_graph(model, CONTRAST, top=40)

@@ -30,12 +30,10 @@ class Frozen:
 
     def __init__(self, model, gated=False, held="gate"):
         self.model, self.gated, self.held = model, gated, held
-        kinds = [(layer, kind) for layer in range(N_LAYERS) for kind in "HN"]
-        self.z = [Name.parse(f"L{layer}{kind}0").hook("z", model) for layer, kind in kinds]
-        self.patterns = [hook_name.replace("hook_z", "hook_pattern") for hook_name in self.z]
-        self.patterns = [
-            hook_name.replace("neuron_act", "neuron_probs") for hook_name in self.patterns
-        ]
+        first = [Name.parse(f"L{layer}{kind}0") for layer in range(N_LAYERS) for kind in "HN"]
+        self.z, self.patterns = (
+            [head.hook(point, model) for head in first] for point in ("z", "pattern")
+        )
         self.scales = [name for name in model.hook_dict if name.endswith("hook_scale")]
         self.neurons = [Name.parse(f"L{layer}N0") for layer in range(N_LAYERS)]
         names = [*self.patterns, *self.scales]

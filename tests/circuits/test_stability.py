@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, circuits, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import Search
 from attn_only_lens.circuits.stability import random_halves
@@ -14,23 +14,7 @@ from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
 
-N, RESAMPLES = 6, 4
-ROLES = p.Sites(positions="roles")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
-
-
-@pytest.fixture(scope="module")
-def task(model):
-    return tasks.agreement(model.tokenizer, N, structure="relative")
-
-
-@pytest.fixture(scope="module")
-def circuit(model, task):
-    return circuits.discover(model, task, sites=ROLES, search=Search(resamples=RESAMPLES))
+RESAMPLES = 4  # of the fixture `circuit`
 
 
 def test_halves_are_disjoint_and_all_of_a_size():
@@ -45,7 +29,7 @@ def test_halves_are_disjoint_and_all_of_a_size():
 
 
 def test_the_circuit_itself_does_not_change(model, task, circuit):
-    alone = circuits.discover(model, task, sites=ROLES)
+    alone = circuits.discover(model, task, sites=p.Sites(positions="roles"))
     pd.testing.assert_frame_equal(alone.frame, circuit.frame[[*alone.frame]], rtol=1e-4)
     shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
     for _, row in circuit.frame.iterrows():

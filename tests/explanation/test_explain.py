@@ -178,9 +178,8 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
             best = max(expected, key=lambda text: abs(expected[text]))
             assert written[0][1] == best
             assert expected[" are"] - expected[" is"] == pytest.approx(direct[node], rel=1e-4)
-        if kind == "neuron":
-            arrow = f" {'↑' if expected[best] > 0 else '↓'} {best.strip()}" if has_tokens else ""
-            assert label == name + arrow
+        if kind == "neuron" and has_tokens:
+            assert label == f"{name} {'↑' if expected[best] > 0 else '↓'} {best.strip()}"
         kinds.add((kind, has_tokens))
     assert kinds >= {("attention", False), ("neuron", True), ("neuron", False)}
 

@@ -129,7 +129,6 @@ def test_some_pairs_of_a_contrast(model):
         assert some.roles["subject"] == tuple(made.roles["subject"][i] for i in numbers)
         assert some.answers == tuple(made.answers[i] for i in numbers)
         assert some.metric.name == made.metric.name
-    assert [pair.clean for pair in made] == [(text,) for text in made.clean]
     rows = torch.arange(15).reshape(5, 3)
     mask = torch.ones(5, 3)
     tokens = Contrast(rows, rows + 1, p.logit_diff(1, 2), mask=mask, roles={"end": -1})[1:3]

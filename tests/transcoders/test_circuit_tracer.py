@@ -22,11 +22,9 @@ To derive its edges from ours, let c_t be the gradient of the metric at z_t, whi
    Σ_t c_t A[t, s] + A[metric, s].
 """
 
-import bridges
 import pytest
 import torch
-import transformers
-from drawn_transcoders import imitated, layers_of
+from drawn_transcoders import imitated, layers_of, three_layers
 
 from attn_only_lens import Contrast, HeadName
 from attn_only_lens import patching as p
@@ -130,10 +128,7 @@ class Tracer:
 @pytest.fixture(scope="module", params=OPTIONS)
 def traced(request):
     """Return our graph, and the rows of `Tracer` without and with paths through heads."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
-    source = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
-    model = bridges.bridged(bridges.randomise(source.double().eval()))
+    model = three_layers()
     transcoders = layers_of(model, **OPTIONS[request.param])
     rows = {direct: Tracer(model, transcoders, direct).rows() for direct in (True, False)}
     contrast = Contrast(PROMPT, None, p.logit_diff(CORRECT, WRONG))

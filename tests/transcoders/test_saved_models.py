@@ -37,18 +37,6 @@ CASES = {
 }
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[needs_hooked_transformer] * name.startswith("hooked"))
-        for name in CASES
-    ]
-)
-def attached(request):
-    make, options, layers, error = CASES[request.param]
-    model = make()
-    return attach(model, layers_of(model, layers, **options), error=error)
-
-
 @torch.no_grad()
 def seen(model):
     """The logits and all activations, once with hooks on every point and once without."""
@@ -70,8 +58,14 @@ def same(model, other_model):
             assert torch.equal(value, values[name]), name
 
 
-def test_round_trip(attached, tmp_path):
-    model = attached.model
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[needs_hooked_transformer] * (name == "hooked")) for name in CASES],
+)
+def test_round_trip(case, tmp_path):
+    make, options, layers, error = CASES[case]
+    model = make()
+    attached = attach(model, layers_of(model, layers, **options), error=error)
     model.set_use_attn_result(True)
     before = seen(model)
     folder = save(model, tmp_path / "saved")

@@ -6,12 +6,18 @@ feature's row of W_dec. So an edit of a node is an edit of the original MLP's ou
 
 from functools import cache, partial
 
-import bridges
 import pytest
 import torch
-import transformers
 from common import needs_hooked_transformer
-from drawn_transcoders import FEATURES, active, bridge, hooked, imitated, layers_of
+from drawn_transcoders import (
+    FEATURES,
+    active,
+    bridge,
+    hooked,
+    imitated,
+    layers_of,
+    three_layers,
+)
 from patched_runs import node_outputs, others_held
 
 from attn_only_lens import Contrast, circuits, dense_pattern, neuron_gate, neuron_pattern
@@ -29,29 +35,21 @@ CONTRAST = Contrast(CLEAN, CORRUPTED, METRIC)
 L = 1  # the layer whose nodes are tested
 
 
-def three_layers(name):
-    """Return a bridge with an MLP after the tested nodes: errors must pass gradients on."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
-    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
-    return bridges.bridged(bridges.randomise(model.double().eval()))
-
-
 # name: model, options of the transcoders, their input point, their output point, rounding
+STREAM = {"reads": "stream"}
 CASES = {
-    "gpt2": (three_layers, "gpt2", {"skip": True}, "ln2.hook_out", "mlp.hook_out", 1e-9),
+    "gpt2": (three_layers, {"skip": True}, "ln2.hook_out", "mlp.hook_out", 1e-9),
     "gpt2 topk": (
-        *(bridge, "gpt2", {"activation": "topk", "reads": "stream"}),
+        *(partial(bridge, "gpt2"), STREAM | {"activation": "topk"}),
         *("ln2.hook_in", "mlp.hook_out", 1e-9),
     ),
     # its norms compute in float32 for every dtype
     "gemma2": (
-        *(bridge, "gemma2", {"skip": True, "reads": "stream", "after_norm": True}),
+        *(partial(bridge, "gemma2"), STREAM | {"skip": True, "after_norm": True}),
         *("ln2.hook_in", "ln2_post.hook_out", 1e-5),
     ),
     "hooked": (
-        partial(hooked, scale=0.24),
-        "gelu",
+        partial(hooked, "gelu", scale=0.24),
         {"skip": True, "reads": "normalized", "activation": "relu"},
         *("ln2.hook_normalized", "hook_mlp_out", 1e-9),
     ),
@@ -60,8 +58,8 @@ CASES = {
 
 @cache
 def oracle(name):
-    make, family, options, reads, writes, rounding = CASES[name]
-    model = make(family)
+    make, options, reads, writes, rounding = CASES[name]
+    model = make()
     return Oracle(model, layers_of(model, **options), reads, writes, rounding)
 
 

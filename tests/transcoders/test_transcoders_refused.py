@@ -128,14 +128,6 @@ def test_streams_without_a_mean():
     require_same_features((model, centred), (bridge("gpt2"), centred))
 
 
-@needs_hooked_transformer
-def test_inputs_of_hooked_transformers_without_gains():
-    model = hooked("rms_pre")
-    with pytest.raises(UnsupportedModelError, match="use reads='normalized'"):
-        attach(model, layers_of(model))
-    attach(model, layers_of(model, reads="normalized")).undo()
-
-
 def test_norms_with_gains_of_zero():
     model = bridge("gpt2")
     with torch.no_grad():

@@ -12,7 +12,6 @@ from page_of_circuit import click, ids, read_back, show_all, slide, switch
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
 from attn_only_lens.viz.page import Page
 
@@ -340,29 +339,15 @@ def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
     assert browser.left_for() == []
 
 
-def broken(**columns):
-    def change(nodes, edges):
-        for name, (row, value) in columns.items():
-            which, column = name.split("_", 1)
-            frame = nodes if which == "nodes" else edges
-            frame[column] = frame[column].astype(object)
-            frame.loc[row, column] = value
-
-    return change
-
-
+NODES, EDGES = circuit()
 REFUSED = {
-    "occur twice, such as 'embed@0'": broken(nodes_id=(3, "embed@0")),
-    "kind 'mlp'": broken(nodes_kind=(3, "mlp")),
-    "a node with position 7": broken(nodes_position=(3, 7)),
-    "source that is not a node, such as 'L9N9@0'": broken(edges_source=(3, "L9N9@0")),
+    "occur twice, such as 'embed@0'": {"nodes": pd.concat([NODES, NODES[:1]])},
+    "a node with position 7": {"nodes": NODES.assign(position=7)},
+    "source that is not a node, such as 'L9N9@0'": {"edges": EDGES.assign(source="L9N9@0")},
+    "edges repeat a source, target and kind": {"edges": pd.concat([EDGES, EDGES])},
     "z of 'L1N4' has 6": {"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}},
     "'L7N7', which is not a node's id or name": {"details": {"L7N7": viz.NodeDetails()}},
-    "got the role 'end' at token 7; the prompt has 7": {"meta": {**META, "roles": {"end": 7}}},
-    "an example of 'L1N4'": {
-        "details": {"L1N4": viz.NodeDetails(examples=[Example(("a",), (), (), 0, 1.0, 0)])}
-    },
-    "edges repeat a source, target and kind": {"edges": pd.concat([circuit()[1]] * 2)},
+    "got the role 'end' at token 7; the prompt has 7": {"meta": META | {"roles": {"end": 7}}},
 }
 
 
@@ -386,17 +371,10 @@ def test_columns_that_are_roles(opened):
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_does_not_fit_is_refused(reason):
-    changes, (nodes, edges) = REFUSED[reason], circuit()
-    if callable(changes):
-        changes(nodes, edges)
-        changes = {"nodes": nodes, "edges": edges}
     with pytest.raises(InputError, match=re.escape(reason)):
-        page(**changes)
+        page(**REFUSED[reason])
 
 
 def test_all_reasons_at_once():
-    nodes, edges = circuit()
-    broken(nodes_id=(3, "embed@0"), nodes_kind=(4, "mlp"), edges_kind=(3, "v"))(nodes, edges)
-    with pytest.raises(InputError) as refused:
-        page(nodes=nodes, edges=edges)
-    assert len(refused.value.reasons) == 4  # the edges of the renamed node have no end
+    with pytest.raises(InputError, match=r"(?s)kind 'mlp'.*kind 'v'"):
+        page(nodes=NODES.assign(kind="mlp"), edges=EDGES.assign(kind="v"))

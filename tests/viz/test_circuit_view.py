@@ -1,7 +1,5 @@
 """Tests of an attribution graph's page: its details of nodes agree with independent code."""
 
-from dataclasses import replace
-
 import bridges
 import numpy as np
 import pandas as pd
@@ -12,11 +10,10 @@ from common import tokens
 from dense_heads import Dense
 from page_of_circuit import ids, read_back, slide
 
-from attn_only_lens import Bilinear, Contrast, expose_neuron_heads, viz
+from attn_only_lens import Contrast, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.errors import InputError
-from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import HeadName
 
 pytestmark = [
@@ -183,23 +180,6 @@ def test_bars_show_which_part_of_the_inflow_is_drawn(of_difference, opened):
         if edges == 1000:  # all edges are drawn
             assert part["metric"] == pytest.approx((graph.inflow(rest=False) / into)["metric"])
     assert min(signed) < 0 or max(signed) > 1  # control: some parts act against each other
-
-
-def test_neurons_of_bilinear_gates_tell_what_they_raise(model):
-    contrast = one_run(3, 1, POS)
-    split = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    graph = attribution_graph(split, contrast, top=23)
-    details = read_back(viz.circuit_view(graph, split, contrast))["details"]
-    neurons = heads_of(graph).query("kind == 'neuron'")
-    assert len(neurons)
-    cache, w = split.run_with_cache(contrast.clean)[1], bilinear_gate("gelu_new", 2).w
-    for node in neurons.itertuples():
-        head = HeadName.parse(node.name)
-        i, j = divmod(head.index, 2)
-        z = cache[head.hook("z", split)][0, node.position, head.index]
-        best = str(int(written(model, replace(head, index=i), z.sign() * w[j]).argmax()))
-        assert details[node.id]["writes"][0][0] == best
-        assert "pattern" in details[node.name]
 
 
 @torch.no_grad()

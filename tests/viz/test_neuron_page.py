@@ -62,7 +62,6 @@ return [...document.querySelectorAll('.example:not(.quadrant *)')].map(row => [
 def test_looking_around(opened, model, examples):
     page = opened(viz.neuron_page(model, None, examples))
     page.wait("document.querySelectorAll('.example').length > 0")
-    assert page.texts("#count") == ["74 neurons"]
     page.js("location.hash = '#L1N29'")
     page.wait("document.querySelector('#one h2').textContent === 'L1N29'")
     frame = examples.frame()
@@ -116,8 +115,6 @@ def test_heads(opened, model):
     corpus = neurons.Corpus(torch.randint(0, D_VOCAB, (5, 13), generator=generator))
     both = neurons.corpus_statistics(model, "all", corpus, k=5)
     page = opened(viz.neuron_page(model, None, both))
-    n_heads = len(both.heads.names)
-    assert page.texts("#count") == [f"{n_heads} heads and 74 neurons"]
     page.js("location.hash = '#L1H0'")
     page.wait("document.querySelector('#one h2').textContent === 'L1H0'")
     frame = both.heads.frame()
