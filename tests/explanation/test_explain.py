@@ -27,7 +27,6 @@ from attn_only_lens.errors import InputError
 pytestmark = pytest.mark.numeric
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
-FILES = ("explanation.csv", "graph.json", "page.html")
 CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is"))
 QUICK = {"strong": 1.0, "faithfulness": 0.5}
 
@@ -223,15 +222,16 @@ def test_every_strong_site_has_a_row(model):
     assert outside["share"].isna().all()
     assert outside["does"].str.len().min() > 0
     nodes = pd.DataFrame(read_back(why.view())["nodes"]).set_index("id")
-    assert set(nodes.index[nodes["outside"] == True]) == set(outside.index)  # noqa: E712
+    assert set(nodes.index[nodes["outside"].eq(True)]) == set(outside.index)
     np.testing.assert_allclose(nodes.loc[table.index, ["denoise", "noise"]], expected, atol=1e-4)
     assert why.unpatched < 0.1
 
 
 def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     why.save(tmp_path / "why")
+    files = {"attribution.parquet", "circuit.json", "contrast.json", "explanation.csv"}
     names = {path.name for path in (tmp_path / "why").iterdir()}
-    assert names == {"attribution.parquet", "circuit.json", "contrast.json", *FILES}
+    assert names == files | {"graph.json", "page.html"}
     again = circuits.CircuitGraph.load(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)

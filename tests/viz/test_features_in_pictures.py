@@ -4,7 +4,7 @@ import pytest
 import torch
 from browser import needs_browser
 from feature_model import DEAD, PAIR, with_features
-from page_of_circuit import click, read_back, slide
+from page_of_circuit import read_back
 
 from attn_only_lens import Contrast, neurons, viz
 from attn_only_lens import patching as p
@@ -59,28 +59,6 @@ def test_details_of_each_kind(page, model):
         best = model.tokenizer.decode([int(scores.argmax())]).replace(" ", "·")
         assert texts[0] == best
         assert details[node]["writes"][0][1] == pytest.approx(float(scores.max()), abs=0.011)
-
-
-def test_another_model_is_noticed_at_error_nodes(graph):
-    with_errors = attribution_graph(with_features(), KEYS, sites=["L3E@5"])
-    changed = with_features()
-    with torch.no_grad():
-        changed.blocks[3].mlp.W_out.mul_(0.5)
-    with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
-        viz.circuit_view(with_errors, changed, KEYS)
-
-
-@needs_browser
-def test_the_legend_and_the_panel(opened, page):
-    shown = opened(page)
-    slide(shown, "node-slider", 1000)
-    kinds = {"attention head", "neuron", "feature of a transcoder", "W_skip"}
-    assert kinds | {"error of a transcoder"} <= set(shown.texts("#legend span"))
-    click(shown, "L3F11@5")
-    assert "feature of a transcoder" in " ".join(shown.texts("#panel"))
-    click(shown, "L3E@5")
-    assert "what the transcoder misses of the MLP's output" in " ".join(shown.texts("#panel"))
-    assert not shown.texts("#pattern")
 
 
 def test_attention_view_of_features(model):

@@ -1,13 +1,10 @@
 """Tests of node outlines: they show how often resampled circuits include a node."""
 
-from dataclasses import replace
-
 import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
 from attn_only_lens import explain, expose_neuron_heads, pretrained, tasks, viz
-from attn_only_lens.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +32,6 @@ def test_the_page_has_the_inclusion_of_each_site(why):
     assert on_page["metric"] == [None, None]
     assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # control
     assert "core" in read_back(why.view())["nodes"]["stability"]
-
-
-def test_another_circuits_stability_is_refused(why):
-    circuit, graph = why.circuit, why.graph
-    sites = circuit.stability.sites
-    moved = sites.assign(position="another")
-    with pytest.raises(InputError, match="without any of the graph's nodes"):
-        page_with(graph, replace(circuit.stability, sites=moved))
 
 
 @needs_browser
