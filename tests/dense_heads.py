@@ -5,7 +5,7 @@ import pandas as pd
 import torch
 import transformers
 
-FAMILIES = ("gpt2", "neox", "llama", "grouped", "phi3", "gemma2", "qwen3", "olmo2")
+FAMILIES = ("gpt2", "neox", "grouped", "phi3", "gemma2", "qwen3", "olmo2")
 PATHS = {"gpt2": ("h", "ln_f"), "neox": ("layers", "final_layer_norm")}
 
 

@@ -5,6 +5,7 @@ The class `Transcoder`, which holds the weights, is all that is used from attn_o
 
 import bridges
 import torch
+import transformers
 
 from attn_only_lens.transcoders import Transcoder
 
@@ -67,6 +68,14 @@ def imitated(x, transcoder):
 def bridge(name, dtype=torch.float64):
     """Return a bridge of a family without processed weights."""
     return bridges.boot(name, dtype)
+
+
+def three_layers():
+    """Return a bridge around GPT-2 with three layers: errors must pass gradients on."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
+    source = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    return bridges.bridged(bridges.randomise(source.double().eval()))
 
 
 def hooked(name, dtype=torch.float64, **changes):

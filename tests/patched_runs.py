@@ -146,6 +146,45 @@ def moved(model, tokens, hook_name, index, change):
     return model.run_with_hooks(tokens, fwd_hooks=[(hook_name, edit)])
 
 
+def node_outputs(cache, n_layers):
+    """Return the outputs of heads, neurons or features, skip and error nodes, by hook point.
+
+    The keys are the beginnings of their names: `L1H`, `L1N` or `L1F`, `L1S`, `L1E`.
+    """
+    outputs = {}
+    for layer in range(n_layers):
+        mlp = f"blocks.{layer}.mlp"
+        neurons = "F" if f"{mlp}.hook_error" in cache else "N"
+        points = {"H": f"blocks.{layer}.attn.hook_z", neurons: f"{mlp}.hook_neuron_act"}
+        points |= {"S": f"{mlp}.hook_skip", "E": f"{mlp}.hook_error"}
+        for letter, point in points.items():
+            if point in cache:
+                outputs[f"L{layer}{letter}"] = point, cache[point]
+    return outputs
+
+
+def others_held(sites, outputs):
+    """Return hooks that give every site but some, such as `L1H0@3`, its output in another run.
+
+    Args:
+        sites: the sites that keep their own output.
+        outputs: the other run's `node_outputs`.
+    """
+    hooks = []
+    for beginning, (point, held) in outputs.items():
+        outside = torch.ones(held.shape[:3], dtype=torch.bool)
+        for site in sites:
+            if site.startswith(beginning):
+                index, _, position = site.removeprefix(beginning).partition("@")
+                outside[:, int(position), int(index or 0)] = False
+
+        def hold(z, hook, held=held, outside=outside[..., None]):
+            return torch.where(outside, held, z)
+
+        hooks.append((point, hold))
+    return hooks
+
+
 def slope(model, tokens, hook_name, index, change, step=1e-4):
     """Return the derivative of `difference` along a change, by central differences.
 

@@ -1,7 +1,6 @@
 """Tests of attribution graphs of one run: sums, and edges against runs that edit the stream."""
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import bridges
@@ -14,8 +13,7 @@ from common import IN_PLACE, tokens
 from attn_only_lens import Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.engine.linear_rules import HeldSteps
-from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
 pytestmark = [
@@ -29,9 +27,8 @@ difference = partial(oracle.difference, wrong=11)
 ONE_RUN = Contrast(PROMPT, None, METRIC)
 # Rounding in float64: sums of about 500 shares through two layers, for a metric of about 1.
 ROUNDING = 1e-9
-# The RMS norms of transformers compute in float32 in any dtype.
-BOUNDS = {"gpt2": ROUNDING, "neox": ROUNDING, "native_gated": ROUNDING}
-BOUNDS |= dict.fromkeys(("granite", "gemma2", "olmo2"), 1e-5)
+# The RMS norms of transformers, as in gemma2, compute in float32 in any dtype.
+BOUNDS = {"gpt2": ROUNDING, "neox": ROUNDING, "native_gated": ROUNDING, "gemma2": 1e-5}
 KEY = ["source", "target", "kind"]
 
 
@@ -171,18 +168,16 @@ class Held:
         return self.run(moved)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "native_gated"])
-def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models, family):
+def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models):
     """The central difference of a product of two linear forms is its exact derivative.
 
     A gated neuron's value is such a product, and each factor counts half; so only targets in the
     last layer have a gradient that differences tell.
     """
-    model, held, checked = models[family], Held(models[family]), 0
+    model, held, checked = models["native_gated"], Held(models["native_gated"]), 0
     graph = attribution_graph(model, ONE_RUN, mass=1, patterns=False)
     weights = graph.edges.set_index(["source", "target"])["weight"]
-    targets = ("L1N7", "L1N13") + ("L0N5", "L1H1") * (family != "native_gated")
-    gradients = {name: held.gradient(name) for name in targets}
+    gradients = {name: held.gradient(name) for name in ("L1N7", "L1N13")}
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L0H0", 4)):
         (up, logits), (down, _) = (held.scaled(source, pos, factor) for factor in (2, 0))
         change = difference(logits) - difference(held.logits)
@@ -190,8 +185,7 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
         assert direct == pytest.approx(change, abs=ROUNDING)
         for target, slope in gradients.items():
             place, index = held.place(target), HeadName.parse(target).index
-            share = 4 if family == "native_gated" and "N" in target else 2
-            change = (up[place] - down[place])[0, -1, index] / share
+            change = (up[place] - down[place])[0, -1, index] / 4
             expected = float((slope * change).sum())
             got = weights.get((f"{source}@{pos}", f"{target}@{POS - 1}"), 0.0)
             assert got == pytest.approx(expected, abs=ROUNDING)
@@ -224,17 +218,6 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(models):
         assert abs(got) > 1e-6
 
 
-def test_sums_need_the_scales_of_norms(model, monkeypatch):
-    right = HeldSteps._norm
-
-    def norm(self, frozen, *args):
-        return right(self, replace(frozen, scale=torch.ones_like(frozen.scale)), *args)
-
-    monkeypatch.setattr(HeldSteps, "_norm", norm)
-    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
-        attribution_graph(model, ONE_RUN, top=7)
-
-
 # Choice and names of nodes
 
 
@@ -243,9 +226,7 @@ def test_nodes_are_the_same_again_with_values_and_gradients_of_the_run(model, gr
     again = attribution_graph(model, ONE_RUN, top=29)
     assert list(graph.nodes["id"]) == list(again.nodes["id"])
     assert (weights_of(graph) - weights_of(again)).abs().max() < ROUNDING
-    assert {"embed@4", "bias", "rest", "offset", "metric"} <= set(graph.nodes["id"])
     rows = graph.nodes[graph.nodes["kind"] == "neuron"]
-    assert (rows["id"] == rows["name"] + "@" + rows["position"].astype(str)).all()
     for row in rows.itertuples():
         head = HeadName.parse(row.name)
         z = oracle.seen(model, PROMPT, head.hook("z", model))[0, row.position, head.index, 0]
@@ -257,7 +238,7 @@ def test_pruning_keeps_sums_and_says_what_is_left(models):
     model = models["native_gated"]
     graph = attribution_graph(model, ONE_RUN, top=61)
     total = graph.heads["attribution"].abs().sum() / graph.mass
-    for less in (graph.prune(top=13), graph.prune(mass=0.5), graph.prune(top=13).prune_edges(0.5)):
+    for less in (graph.prune(mass=0.5), graph.prune(top=13).prune_edges(0.5)):
         assert worst(less.inflow(), less.nodes) < ROUNDING
         for kind in ("q", "k"):
             into = less.inflow(kind)
@@ -293,21 +274,18 @@ def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(model):
     ("how", "match"),
     [
         ({"top": 3, "mass": 0.5}, r"got top=3, mass=0\.5"),
-        ({"mass": 1.5}, "got mass=1.5; expected a number above 0"),
         ({"positions": -1}, "got positions=-1; expected 'each', 'roles' or names of roles"),
         ({"contrast": Contrast(PROMPT, None, p.kl())}, "another run"),
-        ({"contrast": Contrast(PROMPT.double(), None, METRIC)}, "got float64"),
-        ({"model": None}, "no neuron-heads"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model, graph, how, match):
-    how = {"model": model, "contrast": ONE_RUN} | how
+def test_what_makes_no_sense_is_refused(model, how, match):
     with pytest.raises(InputError, match=match):
-        attribution_graph(how.pop("model") or bridges.boot("gpt2"), how.pop("contrast"), **how)
+        attribution_graph(model, **{"contrast": ONE_RUN} | how)
+
+
+def test_inference_mode_is_refused(model):
     with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
         attribution_graph(model, ONE_RUN)
-    with pytest.raises(InputError, match="got kind='z'"):
-        graph.inflow("z")
 
 
 def test_networkx_holds_nodes_edges_and_kinds(graph):

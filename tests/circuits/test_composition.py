@@ -11,7 +11,6 @@ from attn_only_lens import Bilinear, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import bilinear_gate
-from attn_only_lens.heads import host_of
 
 pytestmark = [
     pytest.mark.numeric,
@@ -47,7 +46,7 @@ def taken(frame):
 
 # TransformerLens folds nothing into the weights that are read here, whatever names hooks have.
 CASES = [*((family, "plain", True) for family in FAMILIES), ("gpt2", "names", True)]
-CASES += [("gpt2", "plain", False), ("gemma2", "plain", False)]
+CASES += [("gemma2", "plain", False)]
 
 
 @pytest.mark.parametrize(("family", "state", "fold"), CASES)
@@ -72,23 +71,11 @@ def test_every_pair_is_that_of_dense_matrices(family, state, fold):
     assert (tables["v"] - control).abs().max() > 1e-3
 
 
-def test_between_attention_heads_it_is_transformer_lens_own(model):
-    for kind in "qkv":
-        got = taken(composed(model, "heads", "heads", kind, fold_norms=False))
-        reference = bridges.bridged(original("gpt2")).all_composition_scores(kind.upper()).detach()
-        assert len(got) == 2 * 2
-        for (writer, reader), score in got.items():
-            (i, h), (j, g) = ([int(x) for x in head[1:].split("H")] for head in (writer, reader))
-            assert abs(score - reference[i, h, j, g]) < 1e-10  # TransformerLens uses an SVD
-
-
-@pytest.mark.parametrize(("family", "kind"), [("llama", "k"), ("neox", "v")])
-def test_the_largest_of_all(family, kind):
-    model, dense, k = model_of(family), Dense(family), 53
+def test_the_largest_of_all():
+    model, dense, kind, k = model_of("neox"), Dense("neox"), "v", 53
     everyone = list(dense.reads)
     readers = [name for name in everyone if kind in dense.reads[name]]
     every = dense.table(["embed", *everyone], readers, kind).sort_values(ascending=False)
-    k = min(k, len(every) - 1)
     for block in (3, 1024):
         largest = circuits.composition(model, kind=kind, top=k, block=block)
         assert largest.n_pairs == len(every)
@@ -103,10 +90,8 @@ def test_the_largest_of_all(family, kind):
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_virtual_weights_are_the_product(family):
     model, dense = model_of(family), Dense(family)
-    for writer, reader, kind in [
-        ("L0H1", "L1H0", "q"), ("L0H1", "L1H0", "k"), ("L0H1", "L1H0", "v"), ("L1H0", "L1N5", "q"),
-        ("embed", "L1H1", "q"), ("embed", "L1N5", "v"),
-    ]:  # fmt: skip
+    heads = [("L0H1", "L1H0", kind) for kind in "qkv"]
+    for writer, reader, kind in [*heads, ("L1H0", "L1N5", "q"), ("embed", "L1N5", "v")]:
         got = virtual_weights(model, writer, reader, kind)
         expected = dense.writes[writer] @ dense.reads[reader][kind]
         torch.testing.assert_close(got.AB, expected, rtol=1e-10, atol=1e-12)
@@ -120,8 +105,6 @@ def test_virtual_weights_are_the_product(family):
     pairs = circuits.composition(model, ["embed", "L0H1"], ["L1H0", "L1N5"], "q")
     for row, pair in enumerate(pairs.frame[["writer", "reader"]].to_numpy()):
         assert torch.equal(pairs.virtual_weights(row).AB, virtual_weights(model, *pair, "q").AB)
-    with pytest.raises(InputError, match="got row=4; expected 0 to 3"):
-        pairs.virtual_weights(4)
 
 
 def test_neurons_of_bilinear_gates(model):
@@ -157,14 +140,9 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda m: composed(m, "L0H0", "L1H0", "o"), "got kind='o'"),
         (lambda m: composed(m, "L1H0", "L0N5"), "a reader after the writer"),
         (lambda m: virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
-        (lambda m: composed(m, "heads", "neurons", "k", top=3), "zero by"),
-        (lambda m: composed(m, top=0, block=True), "(?s)got top=0.*got block=True"),
-        (lambda m: composed(m, ["embed", "L9H0"], "L1H0"), "L9H0"),
         (lambda m: composed(m, p.Sites("heads", -1)), "got positions=-1; weights have no pos"),
-        (lambda m: composed(bridges.boot("gpt2"), "L0H0", "L1H0"), "no neuron-heads"),
         (lambda m: virtual_weights(model_of("neox"), "L1H0", "L1N5", "q"), "in parallel"),
     ],
 )
@@ -185,26 +163,3 @@ def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
     with pytest.raises(InputError, match="layer 1: its ln2 is neither LayerNorm nor RMSNorm"):
         composed(exposed, "L0H0", "L1H0", "q")
     composed(exposed, "L0H0", "L1H0", "q", fold_norms=False)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
-def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(family):
-    """Layers that growth adds have W_O and W_out of zero, and their norms are still read."""
-    bridge = bridges.bridged(original(family))
-    expected = host_of(bridges.exposed_copy(bridge)).norms()
-    with torch.no_grad():
-        for part in (x for block in bridge.blocks for x in (block.attn.o, block.mlp.out)):
-            for parameter in part.original_component.parameters():
-                parameter.zero_()
-    for here, there in zip(host_of(bridges.exposed_copy(bridge)).norms(), expected, strict=True):
-        assert here.parallel == there.parallel
-        ours, theirs = ([*layer.attention, *layer.neuron] for layer in (here, there))
-        assert [norm.centres for norm in ours] == [norm.centres for norm in theirs]
-        for first, second in zip(ours, theirs, strict=True):
-            assert first.weight is second.weight or torch.equal(first.weight, second.weight)
-
-
-def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
-    monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
-    with pytest.raises(InputError, match="pass top="):
-        composed(model, "heads", "neurons")

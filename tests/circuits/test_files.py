@@ -1,6 +1,5 @@
 """Tests of circuit and graph files: read back bit for bit, refused if damaged or changed."""
 
-import json
 from dataclasses import fields, replace
 
 import numpy as np
@@ -9,27 +8,11 @@ import pytest
 import torch
 from sealed_files import rewrite
 
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
-
-
-@pytest.fixture(scope="module")
-def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
-
-
-@pytest.fixture(scope="module")
-def task(model):
-    return tasks.agreement(model.tokenizer, 4, structure="relative")
-
-
-@pytest.fixture(scope="module")
-def circuit(model, task):
-    sites, search = p.Sites("heads", "roles"), circuits.Search(resamples=2)
-    return circuits.discover(model, task, sites=sites, search=search)
 
 
 def same(first, second):
@@ -49,7 +32,7 @@ def same(first, second):
 
 def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_path):
     path = tmp_path / "circuit.json"
-    assert circuit.candidates == p.Sites("heads", tuple(task.roles))
+    assert circuit.candidates == p.Sites(positions=tuple(task.roles))
     for original in (circuit, replace(circuit, stability=None), circuit.core()):
         original.save(path)
         again = circuits.Circuit.load(path)
@@ -61,8 +44,6 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
     circuit.save(path)
     same(circuit.core().frame, circuits.Circuit.load(path).core().frame)
     assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
-    assert f"{len(circuit)} of {circuit.n_sites} sites keep" in repr(circuit)
-    assert "The correct answer beats the wrong one" in repr(circuits.evaluate(model, circuit, task))
 
 
 def test_all_sites_and_positions(circuit, tmp_path):
@@ -77,53 +58,18 @@ def test_all_sites_and_positions(circuit, tmp_path):
         assert again == replace(sites, heads=list(map(str, sites.heads)))
 
 
-def set_at(*path, to):
-    def change(whole):
-        for key in ("circuit", *path[:-1]):
-            whole = whole[key]
-        whole[path[-1]] = to
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda whole: whole["circuit"]["frame"].pop("effect"), "its frame has no effect"),
-        (lambda whole: whole["circuit"]["frame"]["name"].pop(), "holds no circuit: All arrays"),
-        (set_at("candidates", "heads", 0, to=7), r"candidates\.heads\[0\]: got 7; expected str"),
-        (
-            set_at("candidates", "layers", to=[3, 3]),
-            "(?s)holds no circuit: .*layer 3 more than once",
-        ),
-        (set_at("stability", "jaccard", to="x"), "jaccard: got 'x'; expected float"),
-        (set_at("stability", "held_out", to={"mean": [0.5]}), "holds no circuit"),
+        (lambda circuit: circuit["frame"].pop("effect"), "its frame has no effect"),
+        (lambda circuit: circuit["candidates"].update(layers=[3, 3]), "layer 3 more than once"),
     ],
 )
 def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path):
     circuit.save(tmp_path / "a.json")
-    rewrite(tmp_path / "a.json", change)
+    rewrite(tmp_path / "a.json", lambda whole: change(whole["circuit"]))
     with pytest.raises(CheckpointError, match=match):
         circuits.Circuit.load(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize("kind", ["circuit", "graph"])
-def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
-    path, saved = tmp_path / "a.json", {"circuit": circuit, "graph": graph}[kind]
-    saved.save(path)
-    whole = json.loads(path.read_text("utf-8"))
-    moved = {"faithfulness": 0.5} if kind == "circuit" else {"value": 0.5}
-    for text, match in (
-        (json.dumps(whole | {kind: whole[kind] | moved}), "was changed after it was written"),
-        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), r"attn_only_lens\.Sweep|which"),
-        (json.dumps(whole | {"format_version": 9}), "format version 9|9, but this"),
-        (json.dumps(whole)[:-7], "is not valid JSON"),
-        ("[" * 100_000, "recursion"),
-        (None, "is missing"),
-    ):
-        path.unlink() if text is None else path.write_text(text, "utf-8")
-        with pytest.raises(CheckpointError, match=match):
-            type(saved).load(path)
 
 
 @pytest.fixture(scope="module")
@@ -149,39 +95,30 @@ def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path_to", "value", "match"),
+    ("table", "column", "value", "match"),
     [
-        (("edges", "source", 0), -1, "got source -1; expected a row index"),
-        (("edges", "source", 0), 10**6, "IndexError"),
-        (("nodes", "position", 0), 6, "embed@0 at a position outside the prompts"),
-        (("tokens", 0, 0), 7, r"tokens\[0\]\[0\]: got 7; expected str"),
+        ("edges", "source", -1, "got source -1; expected a row index"),
+        ("edges", "source", 10**6, "IndexError"),
+        ("nodes", "position", 6, "embed@0 at a position outside the prompts"),
     ],
 )
-def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to, value, match):
+def test_a_graph_that_another_program_wrote_is_refused(
+    graph, tmp_path, table, column, value, match
+):
     """Refuse files with a correct digest whose contents are not a valid graph."""
     path = tmp_path / "graph.json"
     graph.save(path)
-    *within, last = path_to
 
     def change(whole):
-        inner = whole["graph"]
-        for key in within:
-            inner = inner[key]
-        inner[last] = value
+        whole["graph"][table][column][0] = value
 
     rewrite(path, change)
     with pytest.raises(CheckpointError, match=match):
         circuits.CircuitGraph.load(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda g: {"edges": g.edges.assign(source="L9N9@9")}, "'L9N9@9' of an edge is not a node"),
-        (lambda g: {"nodes": pd.concat([g.nodes, g.nodes[:1]])}, "node embed@0 twice"),
-        (lambda g: {"edges": g.edges.iloc[[0, 0]]}, "expected one edge of each kind"),
-    ],
-)
-def test_what_does_not_hang_together_is_no_graph(graph, change, match):
-    with pytest.raises(InputError, match=match):
-        replace(graph, **change(graph))
+def test_what_does_not_hang_together_is_no_graph(graph):
+    with pytest.raises(InputError, match="'L9N9@9' of an edge is not a node"):
+        replace(graph, edges=graph.edges.assign(source="L9N9@9"))
+    with pytest.raises(InputError, match="expected one edge of each kind"):
+        replace(graph, edges=graph.edges.iloc[[0, 0]])

@@ -1,14 +1,13 @@
 """Tests of options that only HookedTransformer has: other scores, and values that are no sums."""
 
 import pytest
-import torch
 from common import tokens
 from models import build
 from patched_runs import seen
 
 from attn_only_lens import Contrast, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.errors import UnsupportedModelError
 
 HEAD, NEURON, QUERY, KEY = "L1H1", "L1N5", 4, 2
 PROMPT = tokens(3, batch=1, pos=7)
@@ -37,11 +36,3 @@ def test_shares_add_up_to_a_score(family):
 def test_values_that_are_clipped_are_refused(call, match):
     with pytest.raises(UnsupportedModelError, match=match):
         call(convert(build("clip_qkv")))
-
-
-def test_weights_that_are_not_finite_are_refused():
-    model = convert(build("gelu"))
-    with torch.no_grad():  # after the conversion, because convert refuses such weights
-        model.blocks[1].attn.W_out[5, 3] = float("nan")
-    with pytest.raises(InputError, match="1 heads, such as L0N5, have weights that are not finite"):
-        circuits.composition(model, "L0N5", "L1N7", top=3)

@@ -30,12 +30,10 @@ class Frozen:
 
     def __init__(self, model, gated=False, held="gate"):
         self.model, self.gated, self.held = model, gated, held
-        kinds = [(layer, kind) for layer in range(N_LAYERS) for kind in "HN"]
-        self.z = [Name.parse(f"L{layer}{kind}0").hook("z", model) for layer, kind in kinds]
-        self.patterns = [hook_name.replace("hook_z", "hook_pattern") for hook_name in self.z]
-        self.patterns = [
-            hook_name.replace("neuron_act", "neuron_probs") for hook_name in self.patterns
-        ]
+        first = [Name.parse(f"L{layer}{kind}0") for layer in range(N_LAYERS) for kind in "HN"]
+        self.z, self.patterns = (
+            [head.hook(point, model) for head in first] for point in ("z", "pattern")
+        )
         self.scales = [name for name in model.hook_dict if name.endswith("hook_scale")]
         self.neurons = [Name.parse(f"L{layer}N0") for layer in range(N_LAYERS)]
         names = [*self.patterns, *self.scales]
@@ -144,12 +142,10 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     return expansion
 
 
-@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "neox", "native_gated"])
 def test_paths(name):
-    """Bridged RMS norms compute in float32, so their tolerance is 1e-5."""
     model = bridges.exposed_copy(bridges.boot(name))
-    bound = 1e-5 if name == "olmo2" else 1e-11
-    check(model, bound, gated=name not in ("gpt2", "neox"))
+    check(model, 1e-11, gated=name == "native_gated")
 
 
 def test_a_soft_cap_is_after_the_paths():
@@ -179,6 +175,7 @@ def test_paths_of_a_small_gradient():
 
 
 def test_the_other_factor_held():
+    """Bridged RMS norms compute in float32, so the tolerance is 1e-5."""
     model = bridges.exposed_copy(bridges.boot("llama"))
     up = check(model, 1e-5, gated=True, held="up").logits
     gate = circuits.path_expansion(model, ONE_RUN, 4).logits
@@ -212,11 +209,7 @@ def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
     expansion, kl = circuits.path_expansion(model, ONE_RUN), Contrast(PROMPT, None, p.kl())
     for match, call in (
-        ("got hops=0", lambda: circuits.path_expansion(model, ONE_RUN, 0)),
-        ("got held='both'", lambda: circuits.path_expansion(model, ONE_RUN, held="both")),
         ("value is a product", lambda: circuits.path_expansion(model, ONE_RUN, held="up")),
-        ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), ONE_RUN)),
-        ("got k=0", lambda: expansion.paths(0)),
         ("does not use resume", lambda: expansion.paths(work=Work(resume="folder"))),
         ("compares with another run", circuits.path_expansion(model, kl).effects),
     ):

@@ -8,7 +8,7 @@ from dense_heads import original
 from patched_runs import seen
 
 from attn_only_lens import circuits
-from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 
 pytestmark = pytest.mark.numeric
 
@@ -29,7 +29,6 @@ class Terms:
     def normed(self, layer, name, x):
         """Apply a norm's scale in the run, and its weights, to a part of the stream."""
         norm = getattr(self.bridge.blocks[layer], name).original_component
-        x = x - x.mean(-1, keepdim=True) if self.family == "gpt2" else x
         gain = norm.weight + (self.family == "gemma2")
         return x / self.cache[f"blocks.{layer}.{name}.hook_scale"] * gain
 
@@ -56,10 +55,9 @@ class Terms:
             norm = getattr(attn.original_component, f"{side}_norm")
             scale = (whole.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
             vector = vector / scale * norm.weight
-        if self.family != "gpt2":
-            cos, sin = (self.cache[f"blocks.1.attn.hook_{name}"] for name in ("cos", "sin"))
-            first, second = vector.chunk(2, -1)
-            vector = vector * cos + torch.cat([-second, first], -1) * sin
+        cos, sin = (self.cache[f"blocks.1.attn.hook_{name}"] for name in ("cos", "sin"))
+        first, second = vector.chunk(2, -1)
+        vector = vector * cos + torch.cat([-second, first], -1) * sin
         return vector[0, pos]
 
     @torch.no_grad()
@@ -71,12 +69,11 @@ class Terms:
 
     @torch.no_grad()
     def neuron_share(self, writer):
-        mlp = self.block.mlp
-        W = mlp.W_in if self.family == "gpt2" else mlp.W_gate
-        return float(self.normed(1, "ln2", self.written(writer))[0, QUERY] @ W[:, 5])
+        entered = self.normed(1, "ln2", self.written(writer))
+        return float(entered[0, QUERY] @ self.block.mlp.W_gate[:, 5])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_shares_are_terms_of_a_score(family):
     terms = Terms(family)
     model = bridges.exposed_copy(terms.bridge)
@@ -98,7 +95,7 @@ def test_shares_are_terms_of_a_score(family):
         assert abs(neuron[writer] - terms.neuron_share(writer)) < BOUND * neuron.abs().max()
 
 
-@pytest.mark.parametrize("family", ["neox", "grouped", "olmo2", "granite"])
+@pytest.mark.parametrize("family", ["neox", "grouped", "olmo2"])
 def test_shares_add_up(family):
     """In `grouped`, a head's key is not the one that its index modulo two gives."""
     model = bridges.exposed_copy(bridges.bridged(original(family)))
@@ -131,15 +128,12 @@ def test_refusals():
     for match, *places in (
         ("the score is masked", HEAD, KEY, QUERY),
         ("expected a position from -7 to 6", HEAD, QUERY, 7),
-        ("expected a position", HEAD, QUERY),
         ("do not depend on tokens", NEURON, QUERY, KEY),
     ):
         with pytest.raises(InputError, match=match):
             circuits.score_sources(model, PROMPT, *places)
     with pytest.raises(InputError, match="got 2 prompts; expected one"):
         circuits.score_sources(model, tokens(), HEAD, QUERY, KEY)
-    with pytest.raises(UnknownHeadError, match="layers 0 to 1"):
-        circuits.score_sources(model, PROMPT, "L7H0", QUERY, KEY)
     native = bridges.exposed_copy(bridges.boot("native"))
     with pytest.raises(UnsupportedModelError, match="only to position 0"):
         circuits.score_sources(native, PROMPT, HEAD, 0, 0)

@@ -81,25 +81,19 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
     (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
     save_file({"other": tokens()}, tmp_path / "other.safetensors")
     save_file({"tokens": torch.tensor([[0, 41]])}, tmp_path / "big.safetensors")
-    (tmp_path / "text.safetensors").write_text("w3 w5")
     out = tmp_path / "out"
     for arguments, message in (
-        (("convert", "no-such-model", tmp_path / "new"), "no folder 'no-such-model'"),
-        (("convert", tmp_path / "theirs", tmp_path / "new"), "config.json"),
         (("convert", folder, tmp_path / "theirs"), "holds more than a saved model"),
         (("convert", folder, tmp_path / "new", "--device", "abacus"), "got --device abacus"),
-        (("convert", out, tmp_path / "new", "--device", "meta"), "got --device meta"),
         (
             ("verify", folder, out, "--tokens-file", tmp_path / "big.safetensors"),
             "values from 0 to 41",
         ),
-        (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "there is no folder"),
         (("verify", folder, out), "either --text or --tokens-file"),
         (
             ("verify", folder, out, "--tokens-file", tmp_path / "other.safetensors"),
             "has the tensors",
         ),
-        (("verify", folder, out, "--tokens-file", tmp_path / "text.safetensors"), "not a readable"),
     ):
         result = run_cli(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
@@ -119,7 +113,6 @@ def test_bilinear_gates(folder, tmp_path):
     assert read_manifest(out)["gate"]["heads"] == 4
     for arguments, message in (
         (("--gate", "bilinear", "--heads", 5), "gelu has gates with [1, 2, 4, 6, 8]"),
-        (("--gate", "linear"), "got --gate linear; expected one of exact, bilinear"),
         (("--heads", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),
     ):

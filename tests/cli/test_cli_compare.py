@@ -51,7 +51,6 @@ def test_texts(folders, tmp_path):
     assert comparison.summary()["components"].sum() == 2 * (2 + 37)
     for page in ("report.html", "circuit.html"):
         assert (out / page).read_text().startswith("<!DOCTYPE html>")
-    assert (out / "report.html").stat().st_size < 6_000_000
 
 
 def test_tokens_a_null_a_metric_and_a_provenance_from_elsewhere(folders, tmp_path):
@@ -110,7 +109,6 @@ def test_what_is_refused(folders, tmp_path):
     for arguments, message in (
         ((*folders, "--clean", empty, *LOSS), "has no prompts; expected one prompt per line"),
         ((*folders, "--clean", one, *LOSS), "got no other text for prompt 0"),
-        ((*folders, "--clean", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),
     ):
@@ -118,9 +116,6 @@ def test_what_is_refused(folders, tmp_path):
         assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
     assert not out.exists()
-    result = run_cli("compare", *folders, "--clean", prompts, *LOSS, "--out", prompts)
-    assert result.exit_code == 2
-    assert "is a file; expected a folder" in " ".join(result.output.split())
     for folder in folders:
         before = sorted(folder.iterdir())
         result = run_cli("compare", *folders, "--clean", prompts, *LOSS, "--out", folder)

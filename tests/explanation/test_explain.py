@@ -1,9 +1,7 @@
 """Tests of explanations: sums, circuits, patches, pages and files; and graphs by role."""
 
-import json
 import re
 from dataclasses import replace
-from html import escape
 
 import numpy as np
 import pandas as pd
@@ -11,6 +9,8 @@ import pytest
 import torch
 import transformers
 from bridges import bridged
+from page_of_circuit import read_back
+from patched_runs import node_outputs, others_held
 
 from attn_only_lens import (
     Contrast,
@@ -27,7 +27,6 @@ from attn_only_lens.errors import InputError
 pytestmark = pytest.mark.numeric
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
-FILES = ("explanation.csv", "graph.json", "page.html")
 CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is"))
 QUICK = {"strong": 1.0, "faithfulness": 0.5}
 
@@ -47,9 +46,6 @@ def test_the_explanation_says_what_patching_says(why):
     assert table["id"][0] == "L3H3@5"
     assert why.circuit.faithfulness == pytest.approx(1, abs=0.1)
     whole = why.attribution.clean_value - why.attribution.corrupted_value
-    kept = f"{why.graph.value:.3g} of {whole:.3g} ({why.graph.value / whole:.0%})"
-    sites = f"{len(why.circuit)} of {why.circuit.n_sites:,} sites"
-    assert why.title == f"{sites} keep {kept}; found on one pair, not tested on other pairs"
     assert why.graph.value / whole == pytest.approx(why.circuit.faithfulness, abs=1e-3)
     assert not (why.graph.edges["source"] == "rest").any()
     total = table["by_pattern"] + table["by_value"]
@@ -70,12 +66,6 @@ def test_it_says_what_the_model_answers(model, why):
             assert row[role] == answer
             assert row[f"{role}_rank"] == 1 + order.index(token)
             assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]), 1e-4)
-    clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
-    assert f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)" in repr(why)
-    kept, asked = why.title.partition(";")[0], CONTRAST.metric.name
-    title = f"{kept}: {asked} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
-    assert f"<title>small-english-4l: {escape(title)}</title>" in str(why.view())
-    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in repr(why)
 
 
 def turned(why, name, ways):
@@ -96,69 +86,27 @@ def test_a_share_is_marked_if_both_patches_have_the_opposite_sign(why):
     site = why.table()["id"][1]
     for changed in (why, turned(why, site, ["denoise"]), turned(why, site, ["noise"])):
         assert not changed.table()["disputed"].any()
-        assert "!: both" not in changed.text()
-        assert "isputed" not in str(changed.view())
     changed = turned(why, site, ["denoise", "noise"])
     table = changed.table()
     assert table.loc[table["disputed"], "id"].tolist() == [site]
-    (line,) = [line for line in changed.text().splitlines() if line.startswith(site)]
-    assert f" {table['share'][1]:.2f} ! " in line
     assert "!: both exact patches have the opposite sign" in " ".join(changed.text().split())
     assert ", sign disputed" in str(changed.view())
 
 
-def test_it_warns_if_the_model_does_not_change_its_answer(model, why):
-    """The answers' ranks are computed from the logits."""
-    assert "Warning" not in repr(why)
-    metric = p.logit_diff(" is", " are")
-    why = explain(model, Contrast(CLEAN, "The keys near the cabinets", metric), **QUICK)
-    text = " ".join(repr(why).split())
-    for words in ("same answer on both prompts", "wrong answer on the clean prompt"):
-        assert f"Warning: the model prefers the {words}" in text
-        assert words in str(why.view())
-    order = model(CLEAN)[0, -1].argsort(descending=True).tolist()
-    answers = " keys", " cat"
-    first, second = (f"{x!r} (rank {1 + order.index(model.to_single_token(x)):,})" for x in answers)
-    why = explain(model, replace(CONTRAST, metric=p.logit_diff(*answers)), **QUICK)
-    said = f"on the clean prompt, the model answers ' are' (29%), not {first} or {second}."
-    assert said in " ".join(repr(why).split())
-
-
 def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     clean, corrupted = [CLEAN, CLEAN, CORRUPTED], [CORRUPTED, "The keys near the cabinets", CLEAN]
-    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), strong=1.0)
+    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), **QUICK)
     assert why.answers.groupby("run").size().to_dict() == {"clean": 3, "corrupted": 3}
     text = " ".join(repr(why).split())
     assert "for 1 of 3 pairs, the model prefers the same answer" in text
     assert "for 1 of 3 pairs, the model prefers the wrong answer on the clean prompt" in text
-    assert "' are' on 2 of 3, ' is' on 1 of 3" in text
-    assert "median rank 1, " in text
-    assert why.shown == 2
-    assert "looks at ' key' in prompt 2 (" in text
     heads = why.graph.heads.query("kind == 'attention'")
-    with model.hooks(fwd_hooks=others_held(why.circuit, model.run_with_cache(corrupted)[1])):
+    outputs = node_outputs(model.run_with_cache(corrupted)[1], 4)
+    with model.hooks(fwd_hooks=others_held(why.circuit.sites, outputs)):
         cache = model.run_with_cache(clean)[1]
     for node, name, position in heads[["id", "name", "position"]].to_numpy():
         pattern = cache["pattern", int(name[1])][:, int(name[3:]), int(position)].mean(0)
         assert f" ({float(pattern.max()):.0%})" in why.does[node]
-
-
-def others_held(circuit, run):
-    """Return hooks that give every site outside a circuit its output in a run."""
-    hooks = []
-    for layer in range(4):
-        for kind, name in (("H", "attn.hook_z"), ("N", "mlp.hook_neuron_act")):
-            held = run[f"blocks.{layer}.{name}"]
-            outside = torch.ones(held.shape[:3], dtype=torch.bool)
-            for site in (x for x in circuit.sites if x.startswith(f"L{layer}{kind}")):
-                index, _, position = site.partition(kind)[2].partition("@")
-                outside[:, int(position), int(index)] = False
-
-            def hold(z, hook, held=held, outside=outside[..., None]):
-                return torch.where(outside, held, z)
-
-            hooks.append((f"blocks.{layer}.{name}", hold))
-    return hooks
 
 
 def test_descriptions_and_labels_are_of_both_runs(model, why):
@@ -174,7 +122,7 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
     direct = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
     whole = why.graph.heads.set_index("id")["attribution"]
     corrupted_run = model.run_with_cache(CORRUPTED)[1]
-    with model.hooks(fwd_hooks=others_held(why.circuit, corrupted_run)):
+    with model.hooks(fwd_hooks=others_held(why.circuit.sites, node_outputs(corrupted_run, 4))):
         runs = [model.run_with_cache(CLEAN)[1], corrupted_run]
     ends = [cache["resid_post", 3][0, -1].double() for cache in runs]
     roots = [(x.square().mean() + model.cfg.eps).sqrt() for x in ends]
@@ -229,11 +177,8 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
             best = max(expected, key=lambda text: abs(expected[text]))
             assert written[0][1] == best
             assert expected[" are"] - expected[" is"] == pytest.approx(direct[node], rel=1e-4)
-        if kind == "neuron":
-            label_ends = (
-                f" {'↑' if expected[best] > 0 else '↓'} {best.strip()}" if has_tokens else ""
-            )
-            assert label == name + label_ends
+        if kind == "neuron" and has_tokens:
+            assert label == f"{name} {'↑' if expected[best] > 0 else '↓'} {best.strip()}"
         kinds.add((kind, has_tokens))
     assert kinds >= {("attention", False), ("neuron", True), ("neuron", False)}
 
@@ -241,12 +186,8 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
 def test_its_circuit_is_the_circuit_of_discover(model, why):
     circuit = circuits.discover(model, CONTRAST)
     pd.testing.assert_frame_equal(circuit.frame, why.circuit.frame)
-    few = explain(model, CONTRAST, strong=1.0, most_nodes=4)
+    few = explain(model, CONTRAST, strong=1.0, faithfulness=0.7, most_nodes=4)
     assert len(few.table()) == 4 < len(few.circuit)
-    said = f"Of the circuit's {len(few.circuit)} sites, the graph and the table have the 4"
-    assert said in " ".join(few.text().split())
-    assert said in str(few.view())
-    assert "Of the circuit's" not in why.text()
 
 
 def all_effects(model, contrast):
@@ -280,21 +221,17 @@ def test_every_strong_site_has_a_row(model):
     outside = table[table["group"] != "circuit"]
     assert outside["share"].isna().all()
     assert outside["does"].str.len().min() > 0
-    text, page = why.text(), str(why.view())
-    assert "Strong, but not needed: others carry the same" in text
-    data = json.loads(page.split('id="circuit">')[1].split("</script>")[0])["nodes"]
-    grey = {site for site, on in zip(data["id"], data["outside"], strict=True) if on}
-    assert grey == set(outside.index)
-    rows = dict(zip(data["id"], zip(data["denoise"], data["noise"], strict=True), strict=True))
-    for site, row in table.iterrows():
-        assert rows[site] == pytest.approx((row["denoise"], row["noise"]), rel=1e-3, abs=1e-4)
+    nodes = pd.DataFrame(read_back(why.view())["nodes"]).set_index("id")
+    assert set(nodes.index[nodes["outside"].eq(True)]) == set(outside.index)
+    np.testing.assert_allclose(nodes.loc[table.index, ["denoise", "noise"]], expected, atol=1e-4)
     assert why.unpatched < 0.1
 
 
 def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     why.save(tmp_path / "why")
+    files = {"attribution.parquet", "circuit.json", "contrast.json", "explanation.csv"}
     names = {path.name for path in (tmp_path / "why").iterdir()}
-    assert names == {"attribution.parquet", "circuit.json", "contrast.json", *FILES}
+    assert names == files | {"graph.json", "page.html"}
     again = circuits.CircuitGraph.load(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)
@@ -309,23 +246,15 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "settings", "reason"),
+    ("settings", "reason"),
     [
-        (explain, {"contrast": replace(CONTRAST, corrupted="The key")}, "same number|as many"),
-        (
-            *(explain, {"contrast": CLEAN, "work": Work(batch_size=3), "strong": 0}),
-            r"(?s)got a str; expected Contrast\(.*does not use batch_size.*got strong=0",
-        ),
-        (
-            *(circuits.attribution_graph, {"sites": p.Sites("heads", -1)}),
-            "got the site 'L0H0@-1'; expected a head or neuron at",
-        ),
-        (circuits.attribution_graph, {"sites": ["L0H0@1"], "top": 3}, "at most one of them"),
+        ({"sites": p.Sites("heads", -1)}, "got the site 'L0H0@-1'; expected a head or neuron at"),
+        ({"sites": ["L0H0@1"], "top": 3}, "at most one of them"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model, call, settings, reason):
+def test_sites_that_make_no_graph_are_refused(model, settings, reason):
     with pytest.raises(InputError, match=reason):
-        call(model, **{"contrast": CONTRAST} | settings)
+        circuits.attribution_graph(model, CONTRAST, **settings)
 
 
 def test_held_out_pairs_say_whether_the_circuit_holds(model):
@@ -336,45 +265,17 @@ def test_held_out_pairs_say_whether_the_circuit_holds(model):
     assert vars(why.held_out) == vars(measured)
     shares = f"{measured.faithfulness:.0%} ± {measured.standard_error:.0%}"
     assert why.title.endswith(f" on 5 pairs of prompts; {shares} on 8 held-out pairs")
-    found, whole = why.circuit.faithfulness, why.circuit.whole - why.circuit.nothing
-    assert f" sites keep {found * whole:.3g} of the {whole:.3g} that all of them" in why.title
-    assert f" ({found:.0%}) on 5 pairs" in why.title
-    assert why.title.partition("±")[0] in str(why.view())
-    assert "Test it on other pairs" not in why.text()
     assert why.circuit.tried["error"].min() <= 0.1
     for held_out, reason in (
         (
             replace(pairs[5:], roles={"end": -1}),
             "held_out: the contrast lacks roles of the circuit: subj",
         ),
-        (replace(pairs[5:], corrupted=None), "held_out: got a contrast without corrupted prompts"),
         (pairs[3:], "held_out: got 2 of the pairs that find the circuit; expected others"),
         (replace(pairs[5:], metric=p.kl()), "held_out: got kl; expected a metric like"),
     ):
         with pytest.raises(InputError, match=reason):
             explain(model, pairs[:5], held_out=held_out)
-    rows = [torch.nn.functional.pad(model.to_tokens(x), (1, 0)) for x in (CLEAN, CORRUPTED)]
-    mask = torch.ones_like(rows[0])
-    mask[0, 0] = 0
-    with pytest.raises(InputError, match="held_out: got prompts whose first token has position 1"):
-        explain(model, CONTRAST, held_out=Contrast(*rows, CONTRAST.metric, mask=mask))
-
-
-def test_resampled_prompts_say_how_stable_each_site_is(model):
-    nouns = ["key", "car", "door", "dog"]
-    clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
-    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), strong=1.0, resamples=2)
-    stability, page = why.circuit.stability, str(why.view())
-    held_out = stability.held_out["mean"]["faithfulness"]
-    assert why.title.endswith(f" on 4 pairs of prompts; {held_out:.0%} on held-out halves of them")
-    assert f"a core of {stability.n_core} sites in a union of {stability.n_union}" in page
-    nodes = json.loads(page.split('id="circuit">')[1].split("</script>")[0])["nodes"]
-    shares = dict(zip(nodes["id"], nodes["inclusion"], strict=True))
-    sites = stability.sites
-    ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
-    for node, inclusion in zip(ids, sites["inclusion"], strict=True):
-        assert node not in shares or shares[node] == pytest.approx(inclusion, rel=1e-4)
-    assert shares["metric"] is None
 
 
 def test_a_layer_whose_queries_are_nothing_but_rounding():

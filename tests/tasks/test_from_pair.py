@@ -79,26 +79,17 @@ def test_a_role_is_at_the_first_place_of_its_first_words(model):
 
 
 def test_pairs_that_cannot_be_made(model):
-    words = dict([NOUNS])
-    for given, reasons in (
-        ((model, 99, KEYS, words), ["got n=99, but only 3 different pairs", "1 were dropped: the"]),
-        ((model, 3, KEYS.clean, words), ["got a str; expected Contrast"]),
-        ((model, 3, tasks.agreement(model.tokenizer, 3), words), ["expected one pair"]),
-        (
-            (model, 3, KEYS, {"cat": ["dog"], "cabinet": "table", "near": []}),
-            [
-                "'cat', which is in none",
-                "got 'cabinet': 'table'; expected a word and",
-                "got 'near': []",
-            ],
-        ),
-        ((model, 3, KEYS, {("keys", "key"): ["boats"]}), ["a list of tuples with as many words"]),
-        ((model, 3, KEYS, {"key": ["boat"], ("keys", "key"): [("a", "b")]}), ["got 'key' twice"]),
-        ((model, 3, KEYS, {("key", "key"): [("a", "b")]}), ["expected every word once"]),
+    nouns = dict([NOUNS])
+    for n, pair, words, reason in (
+        (99, KEYS, nouns, "(?s)got n=99, but only 3 different pairs.*1 were dropped: the"),
+        (3, tasks.agreement(model.tokenizer, 3), nouns, "expected one pair"),
+        (3, KEYS, {"cat": ["dog"], "near": []}, r"(?s)'cat', which is in none.*got 'near': \[\]"),
+        (3, KEYS, {("keys", "key"): ["boats"]}, "a list of tuples with as many words"),
+        (3, KEYS, {"key": ["boat"], ("keys", "key"): [("a", "b")]}, "got 'key' twice"),
+        (3, KEYS, {("key", "key"): [("a", "b")]}, "expected every word once"),
     ):
-        with pytest.raises(InputError) as caught:
-            tasks.from_pair(*given)
-        assert all(reason in str(caught.value) for reason in reasons), str(caught.value)
+        with pytest.raises(InputError, match=reason):
+            tasks.from_pair(model, n, pair, words)
 
 
 @torch.no_grad()
@@ -127,24 +118,17 @@ def test_the_pairs_that_a_model_solves(model):
         assert left.roles["subject"][i] == made.roles["subject"][swapped.clean.index(text)]
     with pytest.raises(InputError, match="got 8 pairs, and the model does not prefer"):
         tasks.solved_by(model, swapped[::3])
-    with pytest.raises(InputError, match="got loss; expected logit_diff"):
-        tasks.solved_by(model, Contrast("a", "b", p.loss()))
 
 
 def test_some_pairs_of_a_contrast(model):
     made = tasks.agreement(model.tokenizer, 7, seed=3)
-    for chosen, numbers in (
-        (slice(2), [0, 1]),
-        (slice(None, None, -3), [6, 3, 0]),
-        ([5, -6], [5, 1]),
-    ):
+    for chosen, numbers in ((slice(None, None, -3), [6, 3, 0]), ([5, -6], [5, 1])):
         some = made[chosen]
         assert some.clean == tuple(made.clean[i] for i in numbers)
         assert some.corrupted == tuple(made.corrupted[i] for i in numbers)
         assert some.roles["subject"] == tuple(made.roles["subject"][i] for i in numbers)
         assert some.answers == tuple(made.answers[i] for i in numbers)
         assert some.metric.name == made.metric.name
-    assert [pair.clean for pair in made] == [(text,) for text in made.clean]
     rows = torch.arange(15).reshape(5, 3)
     mask = torch.ones(5, 3)
     tokens = Contrast(rows, rows + 1, p.logit_diff(1, 2), mask=mask, roles={"end": -1})[1:3]
@@ -154,7 +138,7 @@ def test_some_pairs_of_a_contrast(model):
     assert tokens.metric.name == "logit_diff(1, 2)"
     with pytest.raises(InputError, match="got 3 answers for 5 pairs; expected 1, or as many"):
         Contrast(rows, rows + 1, p.logit_diff([1, 2, 3], 4))[:2]
-    for wrong in (slice(0, 0), [7], True, np.arange(7) > 3):
+    for wrong in (slice(0, 0), [7], np.arange(7) > 3):
         with pytest.raises(InputError, match="this is no contrast"):
             made[wrong]
     with pytest.raises(InputError, match="got <lambda>, your own function; expected logit_diff"):

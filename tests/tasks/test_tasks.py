@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -22,20 +23,6 @@ def tokenizer(request):
         return task_tokenizer()
     folder = request.getfixturevalue("shared_models_dir") / "gpt2_tokenizer"
     return GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
-
-
-MADE = {
-    "ioi": lambda tokenizer, **how: tasks.ioi(tokenizer, N, **how),
-    "ioi, swapped": lambda tokenizer, **how: tasks.ioi(tokenizer, N, corruption="swap", **how),
-    "greater-than": lambda tokenizer, **how: tasks.greater_than(tokenizer, N, **how),
-    "number": lambda tokenizer, **how: tasks.agreement(tokenizer, N, **how),
-    "simple": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="simple", **how),
-    "relative": lambda tokenizer, **how: tasks.agreement(tokenizer, N, structure="relative", **how),
-    "gender": lambda tokenizer, **how: tasks.agreement(tokenizer, N, feature="gender", **how),
-    "brackets": lambda tokenizer, **how: tasks.brackets(tokenizer, N, **how),
-    "nested": lambda tokenizer, **how: tasks.brackets(tokenizer, N, structure="nested", **how),
-    "induction": lambda tokenizer, **how: tasks.induction(tokenizer, N, length=11, **how),
-}
 
 
 def contents(made):
@@ -89,12 +76,8 @@ def check_agreement(row, forms):
     if forms is not None:
         assert which[0] != which[1]
         assert (right in forms, wrong in forms) == tuple(which)
-    assert {right, wrong} in [
-        {" he", " she"},
-        {" is", " are"},
-        {" was", " were"},
-        {" has", " have"},
-    ]
+    pairs = ((" he", " she"), (" is", " are"), (" was", " were"), (" has", " have"))
+    assert {right, wrong} in map(set, pairs)
 
 
 def check_induction(row):
@@ -116,32 +99,33 @@ def check_brackets(row, nested):
 
 
 PLURAL = {" are", " were", " have"}
-CHECKS = {
-    "ioi": lambda row: check_ioi(row, swapped=False),
-    "ioi, swapped": lambda row: check_ioi(row, swapped=True),
-    "greater-than": check_greater,
-    "number": lambda row: check_agreement(row, PLURAL),
-    "simple": lambda row: check_agreement(row, PLURAL),
-    "relative": lambda row: check_agreement(row, PLURAL),
-    "gender": lambda row: check_agreement(row, None),
-    "brackets": lambda row: check_brackets(row, nested=False),
-    "nested": lambda row: check_brackets(row, nested=True),
-    "induction": check_induction,
-}
 
 
-@pytest.mark.parametrize("task", MADE)
-def test_what_prompts_say_and_where(task, tokenizer):
+@pytest.mark.parametrize(
+    ("make", "options", "check"),
+    [
+        (tasks.ioi, {}, partial(check_ioi, swapped=False)),
+        (tasks.ioi, {"corruption": "swap"}, partial(check_ioi, swapped=True)),
+        (tasks.greater_than, {}, check_greater),
+        (tasks.agreement, {}, partial(check_agreement, forms=PLURAL)),
+        (tasks.agreement, {"structure": "simple"}, partial(check_agreement, forms=PLURAL)),
+        (tasks.agreement, {"structure": "relative"}, partial(check_agreement, forms=PLURAL)),
+        (tasks.agreement, {"feature": "gender"}, partial(check_agreement, forms=None)),
+        (tasks.brackets, {}, partial(check_brackets, nested=False)),
+        (tasks.brackets, {"structure": "nested"}, partial(check_brackets, nested=True)),
+        (tasks.induction, {"length": 11}, check_induction),
+    ],
+)
+def test_what_prompts_say_and_where(make, options, check, tokenizer):
     state = random.getstate(), torch.get_rng_state().tolist()
-    made = MADE[task](tokenizer, seed=5)
+    made = make(tokenizer, N, seed=5, **options)
     assert (random.getstate(), torch.get_rng_state().tolist()) == state
     assert len(made) == len(set(made.clean)) == N
-    assert contents(made) == contents(MADE[task](tokenizer, seed=5))
-    assert made.clean != MADE[task](tokenizer, seed=6).clean
+    assert contents(made) == contents(make(tokenizer, N, seed=5, **options))
+    assert made.clean != make(tokenizer, N, seed=6, **options).clean
     for row in rows(tokenizer, made):
-        CHECKS[task](row)
-    assert made.metric.name.startswith("probab" if task == "greater-than" else "logit_diff")
-    assert f"{N} pairs" in repr(made)
+        check(row)
+    assert made.metric.name.startswith("probab" if check is check_greater else "logit_diff")
 
 
 def test_pairs_that_do_not_fit_are_dropped_and_counted():
@@ -180,23 +164,20 @@ def test_templates_of_ones_own():
     }
 
 
-REFUSED = {
-    "no fields": ("The key", {}, "expected a text with fields"),
-    "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
-    "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),
-    "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
-    "no text": ([7], {}, "got template 7"),
-    "none": ([], {}, "got no templates"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_templates_that_make_no_pairs(case):
-    templates, more, reason = REFUSED[case]
-    words = [{"thing": "key", "answer": " is"} | more, {"thing": "keys", "answer": " are"} | more]
-    with pytest.raises(InputError) as caught:
+@pytest.mark.parametrize(
+    ("templates", "reason"),
+    [
+        ("The key", "expected a text with fields"),
+        (["A {thing}", "A {answer}"], "got template 'A {answer}'"),
+        ("A {thing} {place}", "expected a dict with a text for place"),
+        ("A {} {thing}", "got template 'A {} {thing}'"),
+        ([], "got no templates"),
+    ],
+)
+def test_templates_that_make_no_pairs(templates, reason):
+    words = [{"thing": "key", "answer": " is"}, {"thing": "keys", "answer": " are"}]
+    with pytest.raises(InputError, match=reason):
         tasks.from_templates(task_tokenizer(), 2, templates, words)
-    assert reason in str(caught.value)
 
 
 def write_rows(path, rows):
@@ -249,10 +230,8 @@ def test_files_that_make_no_pairs(tmp_path):
 
     lacking = {key: "The key" for key in tasks._custom.KEYS[:3]}
     refused(r"(?s)line 1: expected a JSON object.*line 2: expected .* patch_answer", [[7], lacking])
-    refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
     refused("n=1, but only 0 different", [row_of("garden door", "key")])
-    refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
     (tmp_path / "text.jsonl").write_text("The key", encoding="utf-8")
     for name, match in {"text.jsonl": "not JSON", "none.jsonl": "No such file"}.items():
         with pytest.raises(InputError, match=match):
@@ -260,22 +239,13 @@ def test_files_that_make_no_pairs(tmp_path):
 
 
 def test_what_makes_no_prompts():
-    known = task_tokenizer()
-    ends = task_tokenizer()
+    known, ends = task_tokenizer(), task_tokenizer()
     ends.backend_tokenizer.post_processor = TemplateProcessing("$0 <pad>", None, [("<pad>", 1)])
-    for call, reasons in {
-        lambda: tasks.ioi(None, 0, -1): ["got n=0", "got seed=-1", "got a NoneType"],
-        lambda: tasks.ioi(ends, 3): ["special tokens after a text"],
-        lambda: tasks.ioi(known, 3, corruption="no"): ["expected one of abc, swap"],
-        lambda: tasks.greater_than(ends, 3): ["special tokens after a text"],
-        lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): ["leave it out"],
-        lambda: tasks.induction(known, 3, length=2): [
-            "got length=2; expected a whole number, 3 or more"
-        ],
-        lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for 4000-token prompts"],
+    for call, reason in {
+        lambda: tasks.ioi(ends, 3): "special tokens after a text",
+        lambda: tasks.greater_than(ends, 3): "special tokens after a text",
+        lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): "leave it out",
+        lambda: tasks.induction(known, 3, length=4000): "4001 for 4000-token prompts",
     }.items():
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=reason):
             call()
-        assert all(reason in str(caught.value) for reason in reasons)
-    with pytest.raises(InputError, match="got words 'thing'; expected a dict with a text for"):
-        tasks.from_templates(known, 2, "A {thing}", {"thing": "key", "answer": " is"})

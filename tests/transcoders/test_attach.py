@@ -14,11 +14,10 @@ pytestmark = [
 ]
 
 BRIDGES = ("gpt2", "gemma2", "olmo2", "gptj", "native_gated")
-HOOKED = ("no_norm", "norms_before_and_after", "post_norm", "rms_pre")
-NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
+HOOKED = ("norms_before_and_after", "post_norm", "rms_pre")
+# What a transcoder may not read in a model.
+EXCEPT = {"olmo2": "normalized", "post_norm": "normalized", "gptj": "stream", "rms_pre": "input"}
 NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
-SHARED_NORM = ("gptj",)
-NO_GAINS = ("rms_pre",)
 
 
 def cases():
@@ -27,15 +26,9 @@ def cases():
     for make, name in kinds:
         marks = [needs_hooked_transformer] * (make is hooked)
         for reads in ("stream", "normalized", "input"):
-            without = {
-                "normalized": NO_NORM_BEFORE,
-                "stream": SHARED_NORM,
-                "input": NO_GAINS,
-            }[reads]
-            for after_norm in (False, True)[: 1 + (name in NORM_AFTER)]:
-                if name not in without:
-                    label = f"{make.__name__} {name} {reads}{' after' * after_norm}"
-                    yield pytest.param(make, name, reads, after_norm, id=label, marks=marks)
+            if reads != EXCEPT.get(name):
+                label = f"{make.__name__} {name} {reads}"
+                yield pytest.param(make, name, reads, name in NORM_AFTER, id=label, marks=marks)
 
 
 def writes(model, prompt):
@@ -83,21 +76,18 @@ def test_errors_make_up_for_what_features_miss(make, name, reads, after_norm):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("layers", "activation"), [((0,), "relu"), ((0, 1), "jumprelu"), ((1,), "topk")]
-)
-def test_some_layers_and_every_activation(layers, activation):
+@pytest.mark.parametrize("activation", ["relu", "topk"])
+def test_one_layer_and_every_activation(activation):
     model, prompt = bridge("gpt2"), tokens()
     before = model(prompt)
-    attached = attach(model, layers_of(model, layers, activation=activation))
-    assert attached.layers == layers
+    attached = attach(model, layers_of(model, (1,), activation=activation))
+    assert attached.layers == (1,)
     assert relative(model(prompt), before) < 1e-12
-    for layer in range(2):
-        n_heads = FEATURES if layer in layers else 37
+    for layer, n_heads in ((0, 37), (1, FEATURES)):
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.hook_neuron_act"].shape
         assert shape == (2, 11, n_heads, 1)
     attached.undo()
-    again = attach(model, layers_of(model, layers, activation=activation))
+    again = attach(model, layers_of(model, (1,), activation=activation))
     attached.undo()  # nothing happens
     assert has_neuron_heads(model)
     again.undo()
@@ -113,25 +103,6 @@ def test_other_dtypes(dtype, reads):
     assert after.dtype == dtype
     assert relative(after.double(), before.double()) < 16 * torch.finfo(dtype).eps
     assert torch.equal(model(prompt), before)
-
-
-def test_a_change_of_a_feature_moves_the_output_along_its_row():
-    model, prompt = bridge("gpt2"), tokens()
-    transcoders = layers_of(model)
-    with attach(model, transcoders):
-        before = model.run_with_cache(prompt)[1]["blocks.1.mlp.hook_out"]
-
-        def edit(z, hook):
-            z = z.clone()
-            z[:, 3, 5] += 2.0
-            return z
-
-        for name in ("hook_neuron_act", "hook_post"):
-            with model.hooks(fwd_hooks=[(f"blocks.1.mlp.{name}", edit)]):
-                after = model.run_with_cache(prompt)[1]["blocks.1.mlp.hook_out"]
-            expected = before.clone()
-            expected[:, 3] += 2.0 * transcoders[1].W_dec[5]
-            assert relative(after, expected) < 1e-12
 
 
 def test_errors_are_those_of_the_run():
@@ -169,26 +140,25 @@ def test_hooks_of_users_stay():
 
 
 def test_errors_leave_the_model_alone(monkeypatch):
-    error = KeyboardInterrupt
     model, prompt = bridge("gemma2"), tokens()
     before, untouched = model(prompt), state(model)
     transcoders = layers_of(model, reads="stream", after_norm=True)
 
     def fail(model):
-        raise error
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("attn_only_lens.models.attach.expose_neuron_heads", fail)
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             attach(model, transcoders)
     assert state(model) == untouched
 
     def inside():
         with attach(model, transcoders):
             model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: 0 * z)
-            raise error
+            fail(model)
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         inside()
     assert state(model) == untouched
     assert torch.equal(model(prompt), before)

@@ -22,20 +22,13 @@ To derive its edges from ours, let c_t be the gradient of the metric at z_t, whi
    Σ_t c_t A[t, s] + A[metric, s].
 """
 
-from functools import cache
-
-import bridges
 import pytest
 import torch
-import transformers
-from common import D_MLP, D_VOCAB
-from drawn_transcoders import drawn, imitated
+from drawn_transcoders import imitated, layers_of, three_layers
 
 from attn_only_lens import Contrast, HeadName
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.engine.linear_map import of_run
-from attn_only_lens.engine.prompts import single_prompts
 from attn_only_lens.transcoders import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -45,47 +38,15 @@ PROMPT = torch.tensor([[3, 17, 5, 29, 13]])
 N_POS = PROMPT.shape[1]
 
 
-def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
-    return bridged(transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager"))
+ROUNDING = 1e-9
+OPTIONS = {"jumprelu with skip": {"skip": True}, "topk": {"activation": "topk"}}
 
 
-def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 3, "head_dim": 14},
-        **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": D_MLP},
-        max_position_embeddings=17,
-    )
-    make = transformers.AutoModelForCausalLM.from_config
-    return bridged(make(config, attn_implementation="eager"))
-
-
-def bridged(source):
-    return bridges.bridged(bridges.randomise(source.double().eval()))
-
-
-# name: model, options of the transcoders, rounding; Llama's norms compute in float32
-CASES = {
-    "gpt2": (gpt2, {"skip": True}, 1e-9),
-    "gpt2 topk": (gpt2, {"activation": "topk"}, 1e-9),
-    "llama": (llama, {"skip": True}, 1e-5),
-}
-
-
-class Norm:
-    """A norm whose denominator is a constant of the run."""
-
-    def __init__(self, norm, scale, centres):
-        inner = norm.original_component
-        self.gain, bias = inner.weight.detach(), getattr(inner, "bias", None)
-        self.bias = 0.0 if bias is None else bias.detach()
-        self.scale, self.centres = scale, centres
-
-    def __call__(self, x):
-        x = x - x.mean(-1, keepdim=True) if self.centres else x
-        return x / self.scale * self.gain + self.bias
+def normed(norm, x, scale):
+    """Apply a LayerNorm whose denominator is a constant of the run."""
+    inner = norm.original_component
+    x = (x - x.mean(-1, keepdim=True)) / scale
+    return x * inner.weight.detach() + inner.bias.detach()
 
 
 class Tracer:
@@ -96,50 +57,36 @@ class Tracer:
         self.transcoders, self.direct = transcoders, direct
         with torch.no_grad():
             cache = model.run_with_cache(PROMPT)[1]
-        n_layers = len(model.blocks)
         self.embedding = cache["blocks.0.hook_in"][0].clone()
         self.leaves = [self.embedding.requires_grad_()]
         self.reads, self.nodes = [], {}
         x = self.embedding
         for pos in range(N_POS):
             self.nodes[f"embed@{pos}"] = 0, pos, self.embedding[pos].detach()
-        centres = "Llama" not in type(getattr(model, "original_model", model)).__name__
-        for layer in range(n_layers):
-            block, name = model.blocks[layer], f"blocks.{layer}"
-            norms = [
-                Norm(norm, cache[f"{name}.{key}.hook_scale"][0], centres)
-                for key, norm in (("ln1", block.ln1), ("ln2", block.ln2))
-            ]
-            x = x + self.attention(block.attn, cache[f"{name}.attn.hook_pattern"][0], norms[0](x))
-            entered = norms[1](x)
+        for layer, block in enumerate(model.blocks):
+            name = f"blocks.{layer}"
+            entered = normed(block.ln1, x, cache[f"{name}.ln1.hook_scale"][0])
+            x = x + self.attention(block.attn, cache[f"{name}.attn.hook_pattern"][0], entered)
+            entered = normed(block.ln2, x, cache[f"{name}.ln2.hook_scale"][0])
             self.reads.append(entered)
             out = cache[f"{name}.mlp.hook_out"]
             x = x + self.transcoder(layer, entered, out[0].detach())
-        last = model.ln_final
-        final = Norm(last, cache["ln_final.hook_scale"][0], centres)(x)
-        unembed = model.W_U.detach()
-        self.logit = (final[-1] @ (unembed[:, CORRECT] - unembed[:, WRONG])).sum()
-        assert torch.allclose(
-            final[-1] @ unembed + self.bias(model), cache_logits(model)[0, -1], atol=1e-4
-        )
-
-    @staticmethod
-    def bias(model):
-        bias = getattr(model, "b_U", None)
-        return 0.0 if bias is None else bias.detach()
+        logits = normed(model.ln_final, x, cache["ln_final.hook_scale"][0])[-1] @ model.W_U.detach()
+        self.logit = logits[CORRECT] - logits[WRONG]
+        with torch.no_grad():
+            expected = model(PROMPT)[0, -1]
+        difference = expected[CORRECT] - expected[WRONG]
+        assert torch.allclose(self.logit, difference, atol=1e-9)  # control of this tracer
 
     def held(self, x):
         return x.detach() if self.direct else x
 
     def attention(self, attn, pattern, entered):
         W_V, W_O = attn.W_V.detach(), attn.W_O.detach()
-        values = torch.einsum("kd,hde->hke", entered, W_V)
-        b_V = getattr(attn, "b_V", None)
-        if b_V is not None:
-            values = values + b_V.detach().reshape(W_V.shape[0], 1, -1)
+        b_V = attn.b_V.detach().reshape(W_V.shape[0], 1, -1)
+        values = torch.einsum("kd,hde->hke", entered, W_V) + b_V
         out = torch.einsum("hqk,hke,hed->qd", pattern.detach(), values, W_O)
-        b_O = getattr(attn, "b_O", None)
-        return self.held(out if b_O is None else out + b_O.detach())
+        return self.held(out + attn.b_O.detach())
 
     def transcoder(self, layer, entered, out):
         """Return the MLP's output, and add the nodes that write it."""
@@ -178,29 +125,15 @@ class Tracer:
         return {target: self.row(target) for target in [*targets, "metric"]}
 
 
-@torch.no_grad()
-def cache_logits(model):
-    return model(PROMPT)
-
-
-@cache
-def case(name):
-    make, options, rounding = CASES[name]
-    model = make()
-    transcoders = {
-        layer: drawn(26, seed=layer + 1, **options) for layer in range(len(model.blocks))
-    }
-    rows = {direct: Tracer(model, transcoders, direct).rows() for direct in (True, False)}
-    metric = p.logit_diff(CORRECT, WRONG)
-    with attach(model, transcoders):
-        graph = attribution_graph(model, Contrast(PROMPT, None, metric), mass=1, patterns=False)
-        linear = of_run(model, single_prompts(model, PROMPT), metric, patterns=False)
-    return graph, linear, rows, rounding
-
-
-@pytest.fixture(params=CASES)
+@pytest.fixture(scope="module", params=OPTIONS)
 def traced(request):
-    return case(request.param)
+    """Return our graph, and the rows of `Tracer` without and with paths through heads."""
+    model = three_layers()
+    transcoders = layers_of(model, **OPTIONS[request.param])
+    rows = {direct: Tracer(model, transcoders, direct).rows() for direct in (True, False)}
+    contrast = Contrast(PROMPT, None, p.logit_diff(CORRECT, WRONG))
+    with attach(model, transcoders):
+        return attribution_graph(model, contrast, mass=1, patterns=False), rows
 
 
 def scales(graph):
@@ -217,7 +150,7 @@ def effect(rows, c, source):
 
 def test_edges_that_pass_no_head(traced):
     """Point 1: each of our edges is circuit-tracer's without paths through heads."""
-    graph, _, rows, rounding = traced
+    graph, rows = traced
     edges = graph.edges[graph.edges["kind"] == "value"].set_index(["target", "source"])["weight"]
     c, n = scales(graph), 0
     for target in c:
@@ -225,7 +158,7 @@ def test_edges_that_pass_no_head(traced):
         actual = edges.loc[target].to_dict()
         largest = max(abs(c[target] * value) for value in row.values())
         for source, value in row.items():
-            assert abs(actual.get(source, 0.0) - c[target] * value) <= rounding * largest
+            assert abs(actual.get(source, 0.0) - c[target] * value) <= ROUNDING * largest
             n += value != 0
         others = {name for name in actual if name not in row}
         assert all("H" in x or "S" in x or x in ("bias", "rest") for x in others)
@@ -234,8 +167,8 @@ def test_edges_that_pass_no_head(traced):
 
 def test_attributions(traced):
     """Point 2: attributions are sums over targets."""
-    graph, _, rows, rounding = traced
+    graph, rows = traced
     attributions = graph.nodes.set_index("id")["attribution"]
     for source in rows[False]["metric"]:
         total, size = effect(rows[False], scales(graph), source)
-        assert abs(attributions.get(source, 0.0) - total) <= 10 * rounding * size
+        assert abs(attributions.get(source, 0.0) - total) <= 10 * ROUNDING * size

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from drawn_transcoders import drawn
 from safetensors.torch import save_file
-from sealed_files import flips
 
 from attn_only_lens import transcoders as t
 from attn_only_lens.errors import CheckpointError, InputError
@@ -114,8 +114,7 @@ def refused(path, *words, error=CheckpointError, **options):
 X = random(N, D, seed=100)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("threshold", [True, False])
+@pytest.mark.parametrize(("skip", "threshold"), [(True, False), (False, True)])
 def test_circuit_tracer_computes_the_same(tmp_path, skip, threshold):
     stored = circuit_tracer(skip=skip, threshold=threshold)
     write(tmp_path, stored, config_yaml=CONFIG)
@@ -160,8 +159,7 @@ def test_gemma_scope_computes_the_same(tmp_path, kind):
     assert transcoder.reads == ("normalized" if first else "input")
 
 
-@pytest.mark.parametrize("skip", ["", "skip_"])
-@pytest.mark.parametrize("jump", ["", "jumprelu_"])
+@pytest.mark.parametrize(("skip", "jump"), [("skip_", ""), ("", "jumprelu_")])
 def test_saelens_computes_the_same(tmp_path, skip, jump):
     stored = saelens()
     if jump:
@@ -203,12 +201,13 @@ def test_linear_settings_of_topk_are_folded(tmp_path, rescale, subtract):
 
 
 def test_half_precision_files(tmp_path):
-    stored, dtype = circuit_tracer(), torch.bfloat16
-    write(tmp_path, stored, dtype=dtype, config_yaml=CONFIG)
-    for loaded, kept in ((torch.float32, False), (dtype, True)):
-        transcoder = t.load(tmp_path, dtype=None if kept else loaded)[5]
-        assert transcoder.W_enc.dtype == loaded
-        assert torch.equal(transcoder.W_enc, stored["W_enc"].T.to(dtype).to(loaded))
+    """They keep their dtype with `dtype=None`, and become float32 without it."""
+    stored = circuit_tracer()
+    write(tmp_path, stored, dtype=torch.bfloat16, config_yaml=CONFIG)
+    for dtype, options in ((torch.bfloat16, {"dtype": None}), (torch.float32, {})):
+        W_enc = t.load(tmp_path, **options)[5].W_enc
+        assert W_enc.dtype == dtype
+        assert torch.equal(W_enc, stored["W_enc"].T.bfloat16().to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,6 @@ def test_the_hook_in_the_settings_says_what_is_read(tmp_path, hook, reads):
         transcoder = t.load(folder)[5]
         assert transcoder.reads == reads
         assert transcoder.after_norm is (written == "hook_mlp_out")
-    refused(tmp_path / "s", f"its settings say {reads!r}", reads="elsewhere")
 
 
 def test_saelens_name_of_the_input_of_gemma_scope_2_is_not_trusted(tmp_path):
@@ -252,13 +250,11 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
     assert list(loaded) == [0, 3]
     refused(tmp_path / "gemma", "no transcoder for layer 2", layers=[2, 3], reads="normalized")
     write(tmp_path, saelens(1, threshold=random(F).abs()), "layer_12_x/params.npz")
-    (tmp_path / "layer_5").symlink_to(
-        tmp_path / "layer_12_x"
-    )  # a link's name counts, not its target's
+    # A link's name counts, not its target's.
+    (tmp_path / "layer_5").symlink_to(tmp_path / "layer_12_x")
     assert list(t.load(tmp_path / "layer_5", reads="normalized")) == [5]
     uris = [
-        f"hf://google/gemma-scope-2b-pt-transcoders/layer_{layer}/width_16k/average_l0_"
-        f"{layer + 70}/params.npz?revision=main"
+        f"hf://google/a/layer_{layer}/width_16k/average_l0_{layer + 70}/params.npz?revision=main"
         for layer in (3, 1)
     ]
     listed = CONFIG | {"transcoders": uris, "feature_input_hook": "ln2.hook_normalized"}
@@ -271,50 +267,33 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
     refused(tmp_path / "gemma", "layer_9/params.npz", "download")
 
 
-@pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [("relu", torch.float64), ("jumprelu", torch.bfloat16), ("topk", torch.float32)],
-)
-def test_save_and_load_return_the_same_bits(tmp_path, activation, dtype):
-    weights = {
-        "W_enc": random(D, F),
-        "W_dec": random(F, D),
-        "b_enc": random(F),
-        "b_dec": random(D),
-        "W_skip": random(D, D),
-    }
-    if activation == "jumprelu":
-        weights["threshold"] = random(F).abs()
-    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+def same(first, second):
+    assert repr(first) == repr(second)
+    assert (first.after_norm, first.k) == (second.after_norm, second.k)
+    assert first.tensors().keys() == second.tensors().keys()
+    for name, tensor in first.tensors().items():
+        assert tensor.dtype == second.tensors()[name].dtype
+        assert torch.equal(tensor, second.tensors()[name]), name
+
+
+def test_save_and_load_return_the_same_bits(tmp_path):
     saved = {
-        layer: t.Transcoder(
-            **weights,
-            activation=activation,
-            k=3 if activation == "topk" else None,
-            reads=reads,
-            after_norm=reads == "stream",
-            name=f"über {layer}",
-        )
-        for layer, reads in ((11, "stream"), (2, "normalized"))
+        11: drawn(D, skip=True, dtype=torch.bfloat16, reads="stream", after_norm=True, name="ü"),
+        2: drawn(D, activation="topk", reads="normalized"),
     }
-    t.save(tmp_path / "x", {0: next(iter(saved.values()))})
+    t.save(tmp_path / "x", {0: saved[2]})
     t.save(tmp_path / "x", saved)  # replaces layer 0
     loaded = t.load(tmp_path / "x", dtype=None)
     assert list(loaded) == [2, 11]
     for layer, transcoder in loaded.items():
-        assert repr(transcoder) == repr(saved[layer])
-        assert (transcoder.after_norm, transcoder.k) == (saved[layer].after_norm, saved[layer].k)
-        assert transcoder.tensors().keys() == saved[layer].tensors().keys()
-        for name, tensor in transcoder.tensors().items():
-            assert tensor.dtype == dtype
-            assert torch.equal(tensor, saved[layer].tensors()[name])
+        same(transcoder, saved[layer])
     one = t.load(tmp_path / "x" / "layer_11.transcoder.safetensors", dtype=None)
-    assert torch.equal(one[11].W_enc, saved[11].W_enc)
+    same(one[11], saved[11])
 
 
 def test_save_refuses_what_it_cannot_store_and_other_files(tmp_path):
-    transcoder = t.Transcoder(random(D, F), random(F, D), random(F), random(D))
-    for wrong in ({}, {-1: transcoder}, {"3": transcoder}, {3: "x"}, [transcoder], None):
+    transcoder = drawn(D)
+    for wrong in ({}, {-1: transcoder}, {3: "x"}):
         with pytest.raises(InputError, match="cannot be saved"):
             t.save(tmp_path / "x", wrong)
     write(tmp_path / "other", circuit_tracer())
@@ -324,23 +303,7 @@ def test_save_refuses_what_it_cannot_store_and_other_files(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_one_flipped_bit_never_changes_what_save_stored(tmp_path):
-    saved = t.Transcoder(random(D, F), random(F, D), random(F), random(D), "topk", k=3)
-    t.save(tmp_path, {3: saved})
-    refusals = 0
-    for flip in flips(tmp_path, 60):
-        try:
-            loaded = t.load(tmp_path, dtype=None)
-        except CheckpointError:
-            refusals += 1
-        else:
-            assert repr(loaded) == repr({3: saved}), flip
-            for name, tensor in loaded[3].tensors().items():
-                assert torch.equal(tensor, saved.tensors()[name]), flip
-    assert refusals > 50
-
-
-# Refusals: how to make a folder, and words of the error; options of `load` follow.
+# Refusals: a function that makes a folder, words of the error, options of `load`
 
 
 def changed(threshold=True, config=CONFIG, **tensors):
@@ -361,31 +324,16 @@ def entry(name, index, value):
     return {name: tensor}
 
 
-def with_text(name, text):
-    """Return a function that writes a folder of circuit-tracer with a broken file beside it."""
-
-    def make(folder):
-        write(folder, circuit_tracer())
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-
-    return make
-
-
-def npz(**arrays):
-    return lambda folder: np.savez(folder / "layer_6.npz", **arrays)
-
-
 def only(name, content=b"x"):
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def pickled(folder):
+    np.savez(folder / "layer_6.npz", W_enc=np.array([{}], dtype=object))
+
+
 def saelens_with(**settings):
     return lambda folder: write(folder, saelens(), cfg_json=SAELENS | settings)
-
-
-def two_widths(folder):
-    write(folder, circuit_tracer(), "layer_0.safetensors", config_yaml=CONFIG)
-    write(folder, circuit_tracer(d=D + 4), "layer_1.safetensors")
 
 
 def two_layers(folder):
@@ -406,55 +354,32 @@ def cross_layer(folder):
         write(folder, decoder, f"W_dec_{layer}.safetensors")
 
 
-def cross_layer_of_gemma(folder):
-    wide = {"w_enc": random(D, F), "w_dec": random(F, 3, D)}
-    write(folder, wide, "params_layer_0.safetensors")
-
-
 INPUT = {"reads": "input"}
 CROSS = ["cross-layer transcoder", "Support would take"]
 SHAPE = {"W_dec": random(F, D + 4), "b_enc": torch.ones(F).int()}
 REFUSED = [
     # files
     (only("layer_5.pt"), ["layer_5.pt", "can execute arbitrary code", "expected safetensors"], {}),
-    (npz(W_enc=np.array([{}], dtype=object)), ["allow_pickle=False"], INPUT),
-    (only("layer_5.npz", b"PK\3\4 broken"), ["not a readable"], {}),
+    (pickled, ["allow_pickle=False"], INPUT),
     (only("layer_5.safetensors", b"\xff" * 99), ["not a readable"], {}),
     (lambda folder: None, ["holds no transcoders"], {}),
     # tensors
     (changed(b_enc=None, log_thresholds=random(F)), ["got no b_enc", "got log_thresholds"], {}),
     (changed(**SHAPE), ["W_dec of shape [13, 11]", "has [13, 7]", "b_enc in torch.int32"], {}),
-    (changed(W_enc=random(D, F)), ["W_enc of shape [7, 13]", "has [13, 7]"], {}),
-    (npz(W_enc=np.ones((D, F), dtype=np.int64)), ["W_enc in torch.int64"], INPUT),
-    (changed(**entry("W_dec", (3, 2), float("nan"))), ["W_dec with entries that are NaN"], {}),
     # which is too large for float32
     (changed(**entry("W_dec", (3, 2), 1e39)), ["W_dec with entries that are NaN"], {}),
     (changed(**entry("activation_function.threshold", 2, -1.0)), ["negative thresholds"], {}),
-    (lambda folder: write(folder, {"model.weight": random(D, F)}), ["got model.weight"], INPUT),
     # settings of circuit-tracer
     (changed(config=None), ["does not say what it reads", "reads='stream'"], {}),
-    (changed(config=None), ["got reads='x'"], {"reads": "x"}),
     (changed(config=CONFIG | {"feature_output_hook": "hook_resid_post"}), ["output hook="], {}),
-    (changed(False, CONFIG | {"activation": "gelu"}), ["got activation='gelu' in config"], {}),
     (changed(False, CONFIG | {"activation": "topk", "k": 3}), ["got activation='topk'"], {}),
     (changed(config=CONFIG | {"activation": "relu"}), ["tensors are those of jumprelu"], {}),
-    *(
-        (with_text(name, text), [], INPUT)
-        for name, text in (
-            ("config.yaml", "a: [1"),
-            ("config.yaml", "[1, 2]"),
-            ("cfg.json", '{"metadata": 3}'),
-            ("config.yaml", "feature_input_hook: 3"),
-        )
-    ),
-    (with_text("config.yaml", "transcoders: layer_5.safetensors"), ["expected a list"], INPUT),
+    (changed(config=[1, 2]), [], INPUT),
+    (changed(config=CONFIG | {"feature_input_hook": 3}), [], {}),
+    (changed(config=CONFIG | {"transcoders": "layer_5.safetensors"}), ["expected a list"], {}),
     # settings of SAELens
     (lambda folder: write(folder, saelens()), ["architecture=None"], INPUT),
-    (saelens_with(architecture="gated"), ["architecture='gated'"], {}),
     (saelens_with(normalize_activations="layer_norm"), ["normalize_activations='layer"], {}),
-    (saelens_with(reshape_activations="hook_z"), ["reshape_activations='hook_z'"], {}),
-    (saelens_with(finetuning_scaling_factor=True), ["finetuning_scaling_factor=True"], {}),
-    (saelens_with(activation_fn="tanh-relu"), ["activation_fn='tanh-relu'"], {}),
     (saelens_with(apply_b_dec_to_input=True), ["apply_b_dec_to_input=True"], {}),
     (saelens_with(architecture="skip_transcoder"), ["lacks W_skip"], {}),
     (saelens_with(architecture="topk", metadata={}, k=3), ["a sparse autoencoder"], INPUT),
@@ -463,19 +388,11 @@ REFUSED = [
     # cross-layer transcoders
     (cross_layer, CROSS, {}),
     (changed(config=None, W_dec=random(F, 3, D)), CROSS, {"reads": "stream"}),
-    (cross_layer_of_gemma, CROSS, {}),
     (changed(config=CONFIG | {"model_kind": "cross_layer_transcoder"}), CROSS, {}),
     # layers, devices and dtypes
     (twice, ["got layer 5 in two files", "layer_05", "layer_5"], {}),
     (two_layers, ["different layers"], {}),
-    (two_widths, ["different values of d_model: [7, 11]"], {}),
     (changed(), ["no transcoder for layer 2"], {"layers": [2]}),
-    *(
-        (changed(), ["expected layer numbers"], {"layers": layers})
-        for layers in ("5", [-1], [True])
-    ),
-    (changed(), ["dtype"], {"dtype": torch.int32}),
-    (changed(), ["device"], {"device": "nowhere"}),
 ]
 
 
@@ -485,19 +402,12 @@ def test_refusals(make, words, options, tmp_path):
     refused(tmp_path, *words, error=(CheckpointError, InputError), **options)
 
 
-def test_single_files_that_are_refused(tmp_path):
-    (tmp_path / "layer_5.pt").write_text("x")
-    refused(tmp_path / "layer_5.pt", "expected safetensors or npz")
-    refused(write(tmp_path, circuit_tracer(), "a.safetensors", config_yaml=CONFIG), "its layer")
-
-
 def test_settings_that_are_accepted(tmp_path):
     changed(**entry("W_dec", (3, 2), 1e39))(tmp_path)
-    assert t.load(tmp_path, dtype=torch.float64)
-    for threshold, activation in ((True, "jump_relu"), (False, "relu")):
-        changed(threshold, CONFIG | {"activation": activation})(tmp_path)
-        assert t.load(tmp_path)[5].activation == activation.replace("_", "")
-    changed(threshold=False, config=None)(tmp_path / "x")
+    assert t.load(tmp_path, dtype=torch.float64)  # control: too large for float32 only
+    changed(True, CONFIG | {"activation": "jump_relu"})(tmp_path)
+    assert t.load(tmp_path)[5].activation == "jumprelu"
+    changed(False, None)(tmp_path / "x")
     loaded = t.load(tmp_path / "x", reads="stream")[5]
     assert (loaded.activation, loaded.reads) == ("relu", "stream")
 
@@ -518,11 +428,11 @@ def test_square_encoders_are_decided_by_keys_or_settings_alone(tmp_path):
 
 def test_only_the_names_of_a_file_and_its_folder_say_the_layer(tmp_path):
     path = write(tmp_path, circuit_tracer(), "a.safetensors", config_yaml=CONFIG)
-    assert list(t.load(path, layers=2)) == list(t.load(path, layers=np.arange(2, 3))) == [2]
+    refused(path, "does not say its layer")
+    assert list(t.load(path, layers=2)) == [2]
     study = tmp_path / "layer_12_study"
     for name in ("run/a", "layer_7_run/a", "run/layer_7"):  # a folder above says nothing
         write(study, circuit_tracer(), f"{name}.safetensors", config_yaml=CONFIG)
-    for above in (study / "run" / "a.safetensors", study / "layer_7_run" / "a.safetensors"):
-        refused(above, "does not say its layer")
+    refused(study / "run" / "a.safetensors", "does not say its layer")
     for named in (study / "layer_7_run", study / "run" / "layer_7.safetensors"):
         assert list(t.load(named)) == [7]

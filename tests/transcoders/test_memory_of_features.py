@@ -20,9 +20,7 @@ CORRUPTED[0, 1] = 11
 CONTRAST = Contrast(CLEAN, CORRUPTED, METRIC)
 NAMES = ["L1F3", "L1F29"]  # patches of layer 0 run batches of patched runs through layer 1
 CALLS = {
-    "run": lambda m: m.run_with_cache(CLEAN),
     "patch": lambda m: p.activation_patch(m, CONTRAST, sites=NAMES),
-    "gradient": lambda m: p.attribution(m, CONTRAST, method=p.Estimate(budget=0)),
     "secant": lambda m: p.attribution(m, CONTRAST, method=p.Estimate("secant", budget=0)),
     "graph": lambda m: circuits.attribution_graph(m, Contrast(CLEAN, None, METRIC), top=31),
     "difference": lambda m: circuits.attribution_graph(m, CONTRAST, top=31),

@@ -7,7 +7,7 @@ import bridges
 import pytest
 import torch
 import transformers
-from common import needs_hooked_transformer, relative, tokens
+from common import needs_hooked_transformer, tokens
 from drawn_transcoders import bridge, drawn, hooked, layers_of
 
 from attn_only_lens import (
@@ -24,11 +24,9 @@ from attn_only_lens.errors import (
     ComparisonError,
     GrowthError,
     InputError,
-    UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from attn_only_lens.models.verify import verify
 from attn_only_lens.transcoders import attach, detach, fidelity
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -42,19 +40,15 @@ def mixtral():
     return bridges.bridged(make(config, attn_implementation="eager").double().eval())
 
 
-WRONG = {
-    "width": ({0: drawn(27)}, "layer 0: got a transcoder for d_model=27; the model has d_model=26"),
-    "layer": ({7: drawn(26)}, "got layer 7; expected a layer from 0 to 1"),
-    "text": ({"0": drawn(26)}, "got layer '0'"),
-    "number": ({0: 3}, "layer 0: got 3; expected a Transcoder"),
-    "list": ([drawn(26)], r"expected a dict \{layer: Transcoder}"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_transcoders(what):
+@pytest.mark.parametrize(
+    ("transcoders", "message"),
+    [
+        ({0: drawn(27)}, "layer 0: got a transcoder for d_model=27; the model has d_model=26"),
+        ({7: drawn(26)}, "got layer 7; expected a layer from 0 to 1"),
+    ],
+)
+def test_wrong_transcoders(transcoders, message):
     model = bridge("gpt2")
-    transcoders, message = WRONG[what]
     with pytest.raises(UnsupportedModelError, match=message):
         attach(model, transcoders)
     assert not hasattr(model.blocks[0].mlp, "hook_error")
@@ -134,14 +128,6 @@ def test_streams_without_a_mean():
     require_same_features((model, centred), (bridge("gpt2"), centred))
 
 
-@needs_hooked_transformer
-def test_inputs_of_hooked_transformers_without_gains():
-    model = hooked("rms_pre")
-    with pytest.raises(UnsupportedModelError, match="use reads='normalized'"):
-        attach(model, layers_of(model))
-    attach(model, layers_of(model, reads="normalized")).undo()
-
-
 def test_norms_with_gains_of_zero():
     model = bridge("gpt2")
     with torch.no_grad():
@@ -152,26 +138,15 @@ def test_norms_with_gains_of_zero():
         attach(model, layers_of(model, reads="normalized"))
 
 
-def test_weights_that_overflow_in_the_dtype_of_the_model():
-    model, large = bridge("gpt2", torch.float16), drawn(26)
-    large = replace(large, W_dec=large.W_dec * 1e6)
-    with pytest.raises(UnsupportedModelError, match=r"layer 1: .*\n.*W_dec with entries"):
-        attach(model, {0: drawn(26), 1: large})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"W_dec": torch.ones(53, 25)}, r"got W_dec of shape \[53, 25\]; expected \[53, 26\]"),
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
-        ({"b_dec": [0.0] * 26}, r"got b_dec=\[0.0.*; expected a tensor"),
         ({"threshold": None}, "expected a threshold for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
-        ({"k": 3}, "got k=3"),
-        ({"reads": "mid"}, "got reads='mid'"),
-        ({"activation": "gelu"}, "got activation='gelu'"),
     ],
 )
 def test_invalid_transcoders(changes, message):
@@ -206,11 +181,7 @@ def test_what_would_change_the_weights_is_refused(make):
         with pytest.raises((UnsupportedModelError, GrowthError), match=r"detach|TransformerBridge"):
             call()
     detach(model)
-    detach(model)  # nothing happens
     assert torch.equal(model(prompt), plain)
-    calls[0]()  # works now; it centres the logits
-    after = model(prompt)
-    assert relative(after - after.mean(-1, True), plain - plain.mean(-1, True)) < 1e-6
 
 
 def test_compare_refuses_transcoders():
@@ -224,41 +195,24 @@ def test_compare_refuses_transcoders():
 def test_tools_that_do_not_take_transcoders():
     model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {0: drawn(26)}):
-        refused = {
-            "convert": (UnsupportedModelError, "", lambda: convert(model)),
-            "grow": (GrowthError, "detach", lambda: grow(model, d_mlp=64)),
-            "copy": (
-                *(UnsupportedModelError, "detach"),
-                lambda: expose_neuron_heads(model, copy=True),
-            ),
-            "gates": (
-                *(UnsupportedModelError, "expected 'exact'"),
-                lambda: expose_neuron_heads(model, gate=Bilinear()),
-            ),
-            "fidelity": (
-                *(UnsupportedModelError, "detach"),
-                lambda: fidelity(model, {1: drawn(26)}, prompt),
-            ),
-            "sources": (
-                *(UnknownHeadError, "L0E, one of the error nodes, which have no score"),
-                lambda: circuits.score_sources(model, prompt[:1], "L0E", query=3),
-            ),
-        }
-        for name, (error, message, call) in refused.items():
+        wrong_model = UnsupportedModelError
+        refused = [
+            (wrong_model, "detach", lambda: expose_neuron_heads(model, copy=True)),
+            (wrong_model, "expected 'exact'", lambda: expose_neuron_heads(model, gate=Bilinear())),
+            (wrong_model, "detach", lambda: fidelity(model, {1: drawn(26)}, prompt)),
+        ]
+        for error, message, call in refused:
             with pytest.raises(error, match=message):
                 call()
-            assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP", name
+            assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP"
         for names, part, message in (
             (["L0N5"], "z", "layer 0 has attention heads 0 to 1 and features 0 to 52"),
-            (["L0F53"], "z", "features 0 to 52"),
-            (["L0S"], "z", "L0S"),
             (["L0E"], "q", "L0E, which has only an output"),
             (["L0F1"], "k", "keys are constant"),
             (p.Sites("features", layers=1), "z", "these layers have none"),
         ):
             with pytest.raises(InputError, match=message):
                 p.activation_patch(model, Contrast(prompt, second, METRIC), sites=names, part=part)
-        assert verify(model, model, prompt)  # works
 
 
 def test_gates_of_topk_have_no_secants():

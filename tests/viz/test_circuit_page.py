@@ -2,7 +2,6 @@
 
 import json
 import re
-from html import unescape
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,6 @@ from page_of_circuit import click, ids, read_back, show_all, slide, switch
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
 from attn_only_lens.viz.page import Page
 
@@ -31,13 +29,9 @@ def test_many_nodes_are_folded_at_first(opened):
     nodes, edges = circuit(n_neurons=320)
     many = {"nodes": nodes, "edges": edges.head(5000), "details": {}}
     shown = opened(page(**many, state={"pinned": ["L0N0@0"]}))
-    groups = {"L0 neurons", "L1 neurons", "L2 neurons"}
-    labels = set(shown.texts("#stage svg .node text, #stage svg g text"))
-    assert all(any(group in label for label in labels) for group in groups)
-    names = ids(shown)
-    assert "L0N0@0" in names  # it is pinned
-    assert not any("N" in name for name in names - {"L0N0@0"})
-    shown.js("const box = document.getElementById('fold'); box.click();")
+    assert {name for name in ids(shown) if "N" in name} == {"L0N0@0"}  # it is pinned
+    assert sum(name.startswith("group") for name in ids(shown)) >= 3
+    switch(shown, "fold")
     shown.drawn()
     assert sum("N" in name for name in ids(shown)) == 320
     # Groups made by readers stay, and small circuits are not folded.
@@ -55,19 +49,12 @@ def test_the_first_view(opened):
     plain = nodes[~nodes["kind"].isin(EXTRAS)]
     assert ids(shown) == set(plain["id"])
     assert len(plain) == PLAIN
-    assert shown.texts("h1") == ["<tiny>: p('</title>') & \"x\" = 3.7"]
     signs = ["<bos>", "</script>", "<b>bold</b>", "↵", '·"q"', "日\\u2028"]
     assert shown.texts(".axis .token")[:6] == signs
     rows = ["tokens", "L0 neurons", "L1 heads", "L1 neurons", "L2 neurons", "metric"]
     assert shown.texts(".row") == rows
-    # Embeddings show their tokens, and all text is 10 pixels high or more.
-    labels = shown.texts(".node.embed text")
+    labels = shown.texts(".node.embed text")  # embeddings show their tokens
     assert {label.lstrip("+− ") for label in labels} >= set(signs)
-    sizes = shown.js(
-        "return [...document.querySelectorAll('#stage text')].filter(t => t.checkVisibility())"
-        ".map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)"
-    )
-    assert min(sizes) >= 10
     # Layers go up and tokens go right; the metric is above its token.
     x, y = centres(shown)
     assert x["L0N0@0"] < x["L2N5@5"]
@@ -143,29 +130,16 @@ def test_a_click_tells_of_the_node(opened):
         assert got == pytest.approx(rows_of_neuron["weight"].tolist(), rel=1e-4)  # five digits
         assert len(rows_of_neuron) > 3
     assert shown.texts("#pattern .tokens span") == read_back(page())["tokens"]
-    tints = shown.js(
-        "return [...document.querySelectorAll('#pattern .tokens span')]"
-        ".map(s => Number(s.style.backgroundColor.match(/\\d+/)[0]))"
-    )
-    assert tints == sorted(tints, reverse=True)  # the pattern rises
-    assert tints[0] == 255
     assert shown.texts("#pattern .here") == ['·"q"']
     assert shown.texts("#writes-tokens td") == ["</script>", "+2.5", "·Zebra", "−1.3"]
     assert shown.texts("#examples .example")[0] == "a·<b>"
     # Texts are never markup.
     assert shown.js("return document.querySelectorAll('b, i, img').length") == 0
-    assert shown.js("return document.scripts.length") == 5
-    # The node's edges are lit, then those of a hovered node; a click on a row selects its node.
-    lit = ids(shown, "#stage .edge.near")
-    here = edges[["source", "target"]].isin(["L1N4@4"]).any(axis=1) & (edges["kind"] == "value")
-    drawn = ~edges["source"].isin(["rest", "bias L2"])
-    drawn &= ~edges["target"].isin(["rest", "bias L2"])
-    assert lit == set(edges.index[here & drawn])
-    point = "d3.select('[data-id=\"embed@0\"]').node().dispatchEvent(new MouseEvent(arguments[0]))"
-    shown.js(point, "mouseenter")
-    assert {edges["source"][j] for j in ids(shown, "#stage .edge.near")} == {"embed@0"}
-    shown.js(point, "mouseleave")
-    assert ids(shown, "#stage .edge.near") == lit
+    # The node's edges are lit; a click on a row selects its node.
+    ends = edges[["source", "target"]]
+    drawn = (edges["kind"] == "value") & ~ends.isin(["rest", "bias L2"]).any(axis=1)
+    here = ends.isin(["L1N4@4"]).any(axis=1)
+    assert ids(shown, "#stage .edge.near") == set(edges.index[here & drawn])
     first = shown.texts("#reads td:first-child")[0]
     shown.driver.find_element("css selector", "#reads tr").click()
     assert shown.texts("#panel h2") == [first]
@@ -228,10 +202,6 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     for member in members:
         click(shown, member, shift=True)
     click(shown, "L2N5@5")
-    dimmed = (
-        "return getComputedStyle(document.querySelector(`[data-id='${arguments[0]}']`)).opacity"
-    )
-    assert [shown.js(dimmed, node) for node in members] == ["1", "1"]  # pinned nodes stay visible
     shown.js("const n = document.getElementById('name'); n.value = '</script> \\u2028 & name';"
              "n.dispatchEvent(new Event('change'))")  # fmt: skip
     shown.js("document.getElementById('group').click()")  # while another node is selected
@@ -257,7 +227,6 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     )
     assert png > 5_000
     assert "</style>" in svg
-    assert "+ raises the metric (blue) · − lowers it (red)" in svg
     assert "var(--" not in svg
     document = json.loads(state)
     assert document["pinned"] == members
@@ -266,9 +235,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     for saved in (html, page(state=document)):
         again = opened(saved)
         assert "group 0" in ids(again)
-        assert "+ </script> \u2028 & name" in shown.texts(".node text") or (
-            "− </script> \u2028 & name" in shown.texts(".node text")
-        )
+        assert any(text.endswith("</script> \u2028 & name") for text in shown.texts(".node text"))
         assert again.js("return document.scripts.length") == 5
         switch(again, "only-pinned")
         assert ids(again) == {"group 0", "metric"}
@@ -277,21 +244,17 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     again.driver.find_element("id", "load").send_keys(str(tmp_path / "state.json"))
     again.wait("document.getElementById('said').textContent === 'state.json loaded'")
     assert "group 0" in ids(again)
-    # Other files change nothing.
-    for text, said in (("{}", "no file"), (state.replace("@", "#"), "of another circuit")):
-        (tmp_path / "other.json").write_text(text)
-        again.driver.find_element("id", "load").send_keys(str(tmp_path / "other.json"))
-        said = {"no file": "is not a file of pins, names and groups"}.get(said, f"is {said}")
-        again.wait(f"document.getElementById('said').textContent === 'other.json {said}'")
-        assert "group 0" in ids(again)
+    # A file of another circuit changes nothing.
+    (tmp_path / "other.json").write_text(state.replace("@", "#"))
+    again.driver.find_element("id", "load").send_keys(str(tmp_path / "other.json"))
+    again.wait("document.getElementById('said').textContent === 'other.json is of another circuit'")
+    assert "group 0" in ids(again)
 
 
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
         ({"pinned": ["L7N7"]}, "the state belongs to another circuit: 'L7N7'"),
-        ({"pinned": "metric"}, "got 'metric' as state.pinned"),
-        ({"nodes": float("nan")}, "got nan as state.nodes"),
         ({"groups": [{"name": "g"}]}, "state.groups.0.members: Field required"),
         ({"groups": [{"name": "g", "members": ["L1N4@4"] * 2}]}, "twice in one group"),
     ],
@@ -321,8 +284,6 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
     assert drawn.picture.startswith("<svg")
     assert "<script" not in drawn.picture
     assert "</script>" not in drawn.picture  # a token of the prompt
-    long = page(meta=META | {"metric": "m" * 200}).picture  # its title fits
-    assert len(unescape(re.search(r'class="title"[^>]*>(.*?)<', long)[1])) < 900 / 7.9
     assert drawn.picture.count('<g class="node') == read_back(drawn)["first"]["nodes"] > 15
 
 
@@ -378,51 +339,15 @@ def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
     assert browser.left_for() == []
 
 
-def test_what_is_in_the_page_is_what_was_given():
-    nodes, edges = circuit()
-    data = read_back(page())
-    assert data["nodes"]["id"] == nodes["id"].tolist()
-    assert data["nodes"]["attribution"] == pytest.approx(nodes["attribution"].tolist(), rel=1e-4)
-    assert data["nodes"]["layer"][0] is None
-    ids = nodes["id"].to_numpy()
-    assert ids[data["edges"]["source"]].tolist() == edges["source"].tolist()
-    assert ids[data["edges"]["target"]].tolist() == edges["target"].tolist()
-    assert data["edges"]["weight"] == pytest.approx(edges["weight"].tolist(), rel=1e-4)
-    assert "</script>" not in json.dumps(data["rows"])
-
-
-def broken(**columns):
-    def change(nodes, edges):
-        for name, (row, value) in columns.items():
-            which, column = name.split("_", 1)
-            frame = nodes if which == "nodes" else edges
-            frame[column] = frame[column].astype(object)
-            frame.loc[row, column] = value
-
-    return change
-
-
+NODES, EDGES = circuit()
 REFUSED = {
-    "occur twice, such as 'embed@0'": broken(nodes_id=(3, "embed@0")),
-    "kind 'mlp'": broken(nodes_kind=(3, "mlp")),
-    "a node with position 7": broken(nodes_position=(3, 7)),
-    "a node with layer 0.5": broken(nodes_layer=(9, 0.5)),
-    "infinite attribution": broken(nodes_attribution=(3, np.inf)),
-    "'value' of nodes has an entry that is not a number": broken(nodes_value=(3, "much")),
-    "source that is not a node, such as 'L9N9@0'": broken(edges_source=(3, "L9N9@0")),
-    "weight that is not finite": broken(edges_weight=(3, np.nan)),
-    "got nan as meta.value": {"meta": {**META, "value": float("nan")}},
+    "occur twice, such as 'embed@0'": {"nodes": pd.concat([NODES, NODES[:1]])},
+    "a node with position 7": {"nodes": NODES.assign(position=7)},
+    "source that is not a node, such as 'L9N9@0'": {"edges": EDGES.assign(source="L9N9@0")},
+    "edges repeat a source, target and kind": {"edges": pd.concat([EDGES, EDGES])},
     "z of 'L1N4' has 6": {"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}},
     "'L7N7', which is not a node's id or name": {"details": {"L7N7": viz.NodeDetails()}},
-    "finite number": {"details": {"L1N4": viz.NodeDetails(None, [("a", np.inf)])}},
-    "values outside [0, 1]": {"details": {"L1N4": viz.NodeDetails([0.5] * 6 + [1.5])}},
-    "got the role 'end' at token 7; the prompt has 7": {"meta": {**META, "roles": {"end": 7}}},
-    "an example of 'L1N4'": {
-        "details": {"L1N4": viz.NodeDetails(examples=[Example(("a",), (), (), 0, 1.0, 0)])}
-    },
-    "nodes have the status 'new'": {"nodes": circuit()[0].assign(status="new")},
-    "nodes have no column 'value'": {"nodes": circuit()[0].drop(columns="value")},
-    "edges repeat a source, target and kind": {"edges": pd.concat([circuit()[1]] * 2)},
+    "got the role 'end' at token 7; the prompt has 7": {"meta": META | {"roles": {"end": 7}}},
 }
 
 
@@ -431,24 +356,14 @@ def test_columns_that_are_roles(opened):
     """A role's column has the role's token in both runs, and so has the panel of a node."""
     tokens, corrupted = list("abcdefg"), list("abXdefg")
     roles = dict(zip(("s", "t", "u", "v", "w", "x", "end"), (6, 5, 4, 3, 1, None, 2), strict=True))
-    said = "numbers: means over 3 pairs"
-    meta = META | {"tokens": tokens, "corrupted": corrupted, "roles": roles, "caption": [said]}
+    meta = META | {"tokens": tokens, "corrupted": corrupted, "roles": roles}
     drawn = page(meta=meta)
-    below = [
-        "g",
-        "f",
-        "e",
-        "d",
-        "b",
-        "c / X",
-    ]  # and "–", also the name of the column without tokens
+    below = ["g", "f", "e", "d", "b", "c / X"]  # "–" is also the column without tokens
     shown = opened(drawn)
     for name, expected in (("token", list(roles)), ("index", below)):
         in_picture = re.findall(rf'class="{name}" x[^>]*>([^<]*)<', drawn.picture)
         for texts in (in_picture, shown.texts(f".axis .{name}")):
             assert [text for text in texts if text not in ("–", "")] == expected
-    assert said in " ".join(re.findall(r'class="row"[^>]*>([^<]*)<', drawn.picture))
-    assert said in shown.texts("#legend")[0]
     click(shown, "L1H3@6")
     assert shown.texts("#pattern .here") == ["c"]  # the token of the seventh role
     assert "end: c / X  (2)" in shown.texts("#panel td")
@@ -456,17 +371,10 @@ def test_columns_that_are_roles(opened):
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_does_not_fit_is_refused(reason):
-    changes, (nodes, edges) = REFUSED[reason], circuit()
-    if callable(changes):
-        changes(nodes, edges)
-        changes = {"nodes": nodes, "edges": edges}
     with pytest.raises(InputError, match=re.escape(reason)):
-        page(**changes)
+        page(**REFUSED[reason])
 
 
 def test_all_reasons_at_once():
-    nodes, edges = circuit()
-    broken(nodes_id=(3, "embed@0"), nodes_kind=(4, "mlp"), edges_kind=(3, "v"))(nodes, edges)
-    with pytest.raises(InputError) as refused:
-        page(nodes=nodes, edges=edges)
-    assert len(refused.value.reasons) == 4  # the edges of the renamed node have no end
+    with pytest.raises(InputError, match=r"(?s)kind 'mlp'.*kind 'v'"):
+        page(nodes=NODES.assign(kind="mlp"), edges=EDGES.assign(kind="v"))

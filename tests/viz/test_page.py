@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_only_lens import viz
-from attn_only_lens.viz.figures import plotly_text
-from attn_only_lens.viz.page import inline_script, script_data, visible_token
+from attn_only_lens.viz.page import script_data
 
 
 @given(st.text())
@@ -24,30 +23,6 @@ def test_data_come_through_and_end_no_element(raw):
     written = script_data({"x": raw})
     assert json.loads(written) == {"x": raw}
     assert not set("<>&") & set(written)
-
-
-def test_data_that_json_cannot_say_are_refused():
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        script_data([float("nan")])
-
-
-@given(st.text(st.characters(), max_size=7))
-def test_every_token_can_be_seen(raw):
-    seen = visible_token(raw)
-    assert seen.isprintable()
-    assert " " not in seen
-    if raw.isprintable() and " " not in raw:
-        assert seen == raw
-    seen.encode("utf-8")
-
-
-def test_plotly_reads_no_tag():
-    assert plotly_text("<b>&amp;</b>\n") == "&lt;b&gt;&amp;amp;&lt;/b&gt;↵"
-
-
-def test_a_library_keeps_its_strings():
-    element = inline_script('a = "</script>";\nb = "\u2028";\n//# sourceMappingURL=a.map')
-    assert element == '<script>\na = "<\\/script>";\nb = "\u2028";\n</script>'
 
 
 def test_the_bundled_library_is_the_one_that_was_published():
@@ -78,35 +53,21 @@ WITHOUT_EXTRAS = """
 import sys
 sys.modules |= {"plotly": None, "circuitsvis": None}  # as if they were not installed
 import torch
-from typer.testing import CliRunner
-import attn_only_lens
 from attn_only_lens import Contrast, circuits, expose_neuron_heads, patching, pretrained, viz
-from attn_only_lens.cli import app
 
-exposed = expose_neuron_heads(pretrained.modular_addition())
-tokens, metric = torch.tensor([[3, 4, 113]]), patching.logit_diff(7, 8)
-_, cache = exposed.model.run_with_cache(tokens)
-graph = circuits.attribution_graph(exposed.model, Contrast(tokens, None, metric), top=5)
-assert viz.attention_view(cache, "L0N7", ["3", "4", "="])
-assert "d3js.org" in attn_only_lens.viz.circuit_view(graph)
-contrast = Contrast(tokens, torch.tensor([[3, 5, 113]]), metric)
-sweep = patching.attribution(exposed.model, contrast)
+model = expose_neuron_heads(pretrained.modular_addition()).model
+clean, corrupted = torch.tensor([[[3, 4, 113]], [[3, 5, 113]]])
+contrast = Contrast(clean, corrupted, patching.logit_diff(7, 8))
+assert viz.attention_view(model, "L0N7", clean)
+assert viz.circuit_view(circuits.attribution_graph(model, contrast, top=5))
 for name, draw in {
-    "plotly": lambda: viz.sweep_heatmap(sweep),
-    "circuitsvis": lambda: viz.attention_view(cache, "L0H2", ["3", "4", "="]),
+    "plotly": lambda: viz.sweep_heatmap(patching.attribution(model, contrast)),
+    "circuitsvis": lambda: viz.attention_view(model, "L0H2", clean),
 }.items():
     try:
         draw()
     except ImportError as error:
-        assert str(error) == (
-            f"this picture needs {name}: pip install {name}"
-        ), error
-    else:
-        raise AssertionError(name)
-sweep.save("sweep.csv")
-told = CliRunner().invoke(app, ["picture", "sweep.csv", "--out", "sweep.html"])
-assert (told.exit_code, "pip install" in told.output) == (2, True), told.output
-print("done")
+        print(error)
 """
 
 
@@ -119,4 +80,5 @@ def test_plotly_and_circuitsvis_are_optional(tmp_path):
         text=True,
         check=False,
     )
-    assert ran.stdout == "done\n", ran.stderr
+    expected = [f"this picture needs {x}: pip install {x}" for x in ("plotly", "circuitsvis")]
+    assert ran.stdout.splitlines() == expected, ran.stderr

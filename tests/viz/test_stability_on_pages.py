@@ -1,13 +1,10 @@
 """Tests of node outlines: they show how often resampled circuits include a node."""
 
-from dataclasses import replace
-
 import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
 from attn_only_lens import explain, expose_neuron_heads, pretrained, tasks, viz
-from attn_only_lens.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +31,7 @@ def test_the_page_has_the_inclusion_of_each_site(why):
             assert on_page[key] == [pytest.approx(site["inclusion"], rel=1e-4), site["class"]]
     assert on_page["metric"] == [None, None]
     assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # control
-    page = why.view()
-    assert "core" in read_back(page)["nodes"]["stability"]
-    assert "circuits, each for half of the prompts" in page
-
-
-def test_another_circuits_stability_is_refused(why):
-    circuit, graph = why.circuit, why.graph
-    sites = circuit.stability.sites
-    moved = sites.assign(position=sites["position"].astype(str) + "s")
-    for wrong, said in (
-        (circuit, "got a Circuit as stability"),
-        (replace(circuit.stability, sites=moved), "without any of the graph's nodes"),
-    ):
-        with pytest.raises(InputError, match=said):
-            page_with(graph, wrong)
+    assert "core" in read_back(why.view())["nodes"]["stability"]
 
 
 @needs_browser
@@ -65,9 +48,6 @@ def test_core_is_solid_and_contingent_is_dashed(opened, why):
     seen = {(classes[key], dashes == "none") for key, dashes in drawn if key in classes}
     assert seen >= {("core", True), ("contingent", False)}
     assert ("contingent", True) not in seen
-    some = next(key for key, _ in drawn if classes.get(key) == "contingent")
-    click(page, some)
+    click(page, next(key for key, _ in drawn if classes.get(key) == "contingent"))
     panel = page.js("return document.getElementById('panel').textContent")
     assert "of resampled circuits, contingent" in panel
-    legend = page.js("return document.getElementById('legend').textContent")
-    assert "core: in 90 %" in legend

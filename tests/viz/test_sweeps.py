@@ -47,13 +47,6 @@ def test_heatmap(rows, direction):
     assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
 
 
-def test_a_cell_without_a_patch_is_empty():
-    frame = values()
-    frame = frame[~((frame["layer"] == 0) & (frame["position"] == 3))]
-    drawn = viz.sweep_heatmap(sweep(frame=frame)).data[0]
-    assert np.isnan(drawn.z[0]).tolist() == [False, False, False, True, False]
-
-
 def test_roles_are_in_the_order_asked_for():
     roles = ["subject", "end", "attractor"]
     assert list(viz.sweep_heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
@@ -76,8 +69,6 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
     second = rows.query("prompt == 1")
     drawn = viz.sweep_heatmap(second)
     assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
-    assert drawn.layout.xaxis.title.text.endswith("(clean / corrupted where they differ)")
-    assert viz.sweep_heatmap(means).layout.xaxis.title.text == "position and token"
     # Columns of prompts of different lengths hold different words, so they have no mean.
     for result in (rows, rows.query("prompt > 0"), replace(means, tokens=padded)):
         for draw in (viz.sweep_heatmap, viz.sweep_bars):
@@ -85,8 +76,6 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
                 draw(result)
             assert draw(result.query("position == -1"))
     assert viz.sweep_heatmap(rows.query("prompt != 1"))
-    with pytest.raises(InputError, match="got tokens of 3 prompts and n_prompts=7"):
-        sweep(frame=frame, tokens=tokens)
 
 
 def test_error_bars_are_standard_errors_over_prompts():
@@ -99,7 +88,6 @@ def test_error_bars_are_standard_errors_over_prompts():
     )
     result = sweep(frame=by_prompt, n_prompts=n)
     figure = viz.sweep_bars(result, k=65)
-    assert "mean over 5 prompts ± its standard error" in figure.layout.title.text
     drawn = {
         label: (x, error)
         for part in figure.data
@@ -122,10 +110,8 @@ def test_error_bars_are_standard_errors_over_prompts():
     assert {error for part in bars for error in part.error_x.array} == {0.25}
     blind = viz.sweep_bars(sweep(frame=means.assign(score_standard_error=np.nan)))
     assert "without error bars" in blind.layout.title.text
-    for one in (result.query("prompt == 2"), sweep(n_prompts=1)):
-        single = viz.sweep_bars(one)
-        assert "prompts" not in single.layout.title.text
-        assert all(part.error_x.array is None for part in (*single.data, *blind.data))
+    single = viz.sweep_bars(result.query("prompt == 2"))
+    assert all(part.error_x.array is None for part in (*single.data, *blind.data))
 
 
 def test_bars():
@@ -143,16 +129,11 @@ def test_refused():
     for draw in (viz.sweep_heatmap, viz.sweep_bars):
         with pytest.raises(InputError, match="no rows"):
             draw(sweep().query("layer == 5"))
-    with pytest.raises(InputError, match="expected 'layer' or 'name'"):
-        viz.sweep_heatmap(sweep(), "head")
-    with pytest.raises(InputError, match="expected a whole number, 1 or more"):
-        viz.sweep_bars(sweep(), k=0)
     many = values().iloc[:1].loc[[0] * 101].assign(index=range(101))
     many["name"] = [f"L0N{i}" for i in range(101)]
     for call in (lambda s: viz.sweep_heatmap(s, "name"), lambda s: viz.sweep_bars(s, k=101)):
         with pytest.raises(InputError, match=r"101.*at most 100"):
             call(sweep(frame=many))
-    assert len(viz.sweep_heatmap(sweep(frame=many.iloc[:100]), "name").data[0].y) == 100
 
 
 @needs_browser
@@ -166,12 +147,7 @@ def test_in_a_browser(opened, draw):
     else:
         assert len(ticks) == 20
         assert any(re.fullmatch(r"L\d[HN]\d+ at 1", tick) for tick in ticks)
-    (title,) = page.texts(".gtitle")
-    assert title.startswith("<tiny>: Logit difference ")
-    assert "logit_diff(' Mary', \" John\") · z, denoise · measured · " in title
-    if draw is viz.sweep_bars:  # the tokens are in the title, not in each label
-        assert title.count("1 </script>; 2 ·the / ·a") == 1
-    assert page.driver.title.startswith("<tiny>: Logit difference ")
+    assert page.texts(".gtitle")[0].startswith("<tiny>: Logit difference ")  # no markup
     assert page.js("return document.body.scrollHeight <= innerHeight")
     # Every text is inside the picture.
     outside = page.js(
@@ -202,15 +178,6 @@ def test_each_entry_stands_at_its_circuit_and_task():
     assert small.zmax == 1  # control: a weak matrix does not look strong
 
 
-@pytest.mark.parametrize(
-    ("matrix", "said"),
-    [
-        (MATRIX.to_numpy(), "got a ndarray; expected a frame"),
-        (MATRIX.iloc[:0], "got a 0 × 3 matrix"),
-        (MATRIX.replace(0.1, np.nan), "not finite"),
-        (pd.concat([MATRIX, MATRIX]), "got 'a <b>' twice"),
-    ],
-)
-def test_a_matrix_that_cannot_be_read_is_refused(matrix, said):
-    with pytest.raises(InputError, match=said):
-        viz.transfer_heatmap(matrix)
+def test_a_matrix_with_entries_that_are_not_finite_is_refused():
+    with pytest.raises(InputError, match="not finite"):
+        viz.transfer_heatmap(MATRIX.replace(0.1, np.nan))
