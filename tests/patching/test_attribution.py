@@ -8,14 +8,14 @@ import numpy as np
 import patched_runs as oracle
 import pytest
 import torch
-from common import changed, tokens
+from common import changed, of_a_library, tokens
 
 from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.patching.integrated_gradients import integrated_gradients
 
 pytestmark = [
@@ -175,3 +175,19 @@ def test_a_padding_token_with_a_zero_embedding():
     assert not model.embed(torch.tensor([pad])).any()
     after = estimate(model, contrast, "secant", per_prompt=True).to_frame()
     assert before["value"].equals(after["value"])  # no token attends to padding
+
+
+def test_tokens_that_enter_elsewhere_leave_no_path():
+    model, given = bridges.exposed_copy(bridges.boot("gpt2")), []
+    embedding = model.embed.W_E.detach()
+
+    def note(module, args, kwargs):
+        given.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+
+    def with_tokens(module, args):
+        return (args[0] + embedding[given[-1]], *args[1:])
+
+    model.original_model.register_forward_pre_hook(of_a_library(note), with_kwargs=True)
+    model.blocks[1].register_forward_pre_hook(of_a_library(with_tokens))
+    with pytest.raises(UnsupportedModelError, match="the model reads tokens elsewhere"):
+        estimate(model, method="integrated")
