@@ -41,7 +41,8 @@ def gradient_products(model: Any, tokens: Tokens) -> dict[int, Float[Tensor, "d_
     finally:
         for handle in handles:
             handle.remove()
-    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    following = tokens[:, 1:].flatten().to(logits.device)
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), following)
     pairs = zip(inputs, torch.autograd.grad(loss, outputs), strict=True)
     return {
         layer: torch.einsum("bpd,bpe->de", x.double(), g.double())
