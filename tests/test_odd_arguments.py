@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from attn_only_lens import (
+    AttnOnlyLensError,
     Contrast,
     Work,
     circuits,
     explain,
     expose_neuron_heads,
+    grow,
+    growth,
     neurons,
     pretrained,
+    tasks,
     token_texts,
+    transcoders,
     viz,
 )
 from attn_only_lens import patching as p
@@ -196,3 +201,125 @@ def test_settings_of_results(name, value, reason):
     with pytest.raises(InputError, match=reason):
         p.Paths(PATHS, scale="held", n_paths=2, **settings)
     assert len(p.Sweep(VALUES, **SETTINGS | {"clean_value": np.float32(3)})) == 2
+
+
+SWEEP = p.Sweep(VALUES, **SETTINGS)
+REFUSED = {
+    "search": (lambda m: circuits.discover(m, PAIR, search="resample"), "got a str as search"),
+    "circuit": (lambda m: circuits.evaluate(m, VALUES, PAIR), "expected a Circuit from"),
+    "ranking": (lambda m: circuits.faithfulness(m, PAIR, VALUES), "ranking: got a DataFrame"),
+    "head": (lambda m: circuits.token_circuit(m, ["L0H1"], "ov"), "expected one name, such as"),
+    "mask of texts": (
+        lambda m: Contrast("a", "b", METRIC, mask=[[1]]).pair(pretrained.small_english()),
+        "got a mask with texts",
+    ),
+    "unlike numbers of prompts": (
+        lambda m: Contrast(["a", "b"], ["a"], METRIC),
+        "2 clean and 1 corrupted prompts",
+    ),
+    "pair": (lambda m: PAIR[3], "got pair 3; expected 0 to 0"),
+    "repeated answers": (
+        lambda m: explain(m, replace(PAIR, metric=p.probability_diff([[7, 7]], [[8]]))),
+        "expected each answer once",
+    ),
+    "answers of no tokenizer": (
+        lambda m: explain(m, replace(PAIR, metric=p.logit_diff("7", "8"))),
+        "the model has no tokenizer",
+    ),
+    "metric of no number": (
+        lambda m: p.activation_patch(m, replace(PAIR, metric=p.custom(lambda x: "7")), **HOW),
+        "expected one number",
+    ),
+    "reference": (
+        lambda m: p.activation_patch(
+            m, PAIR, direction=p.Ablation("zero", reference=torch.tensor([CLEAN])), **HOW
+        ),
+        "expected no reference",
+    ),
+    "direction without a corrupted prompt": (
+        lambda m: p.activation_patch(m, replace(PAIR, corrupted=None), **HOW),
+        "got no corrupted prompt with direction='denoise'",
+    ),
+    "layers of names": (
+        lambda m: p.activation_patch(m, PAIR, sites=p.Sites(["L0H1"], layers=[0])),
+        "got layers and names of heads",
+    ),
+    "mask of no prompts": (
+        lambda m: p.ablated(m, ["L0N5"], mask=torch.ones(1, 3)).__enter__(),
+        "got a mask without prompts",
+    ),
+    "steps": (
+        lambda m: p.attribution(m, PAIR, method=p.Estimate("secant", steps=3)),
+        "expected steps=None",
+    ),
+    "budget": (
+        lambda m: p.attribution(m, PAIR, method=p.Estimate(budget=-1)),
+        "or 'auto'",
+    ),
+    "corpus": (
+        lambda m: neurons.neuron_statistics(m, ["L0N5"], ["a text"]),
+        r"expected a corpus: neurons.Corpus\(texts\)",
+    ),
+    "metric of examples": (
+        lambda m: neurons.top_examples(
+            m, ["L0N5"], neurons.Corpus(np.array([CLEAN])), by="z", metric=METRIC
+        ),
+        "got by='z' and metric=",
+    ),
+    "rows of a heatmap": (lambda m: viz.sweep_heatmap(SWEEP, rows="head"), "got rows='head'"),
+    "matrix": (lambda m: viz.transfer_heatmap([[1.0]]), "expected a frame from circuits.transfer"),
+    "large matrix": (lambda m: viz.transfer_heatmap(VALUES.iloc[:0]), "got a 0 × "),
+    "texts of a pattern": (
+        lambda m: viz.attention_view(m, ["L0H1"], ["a", "b"]),
+        "got a list of texts",
+    ),
+    "frame": (lambda m: p.Sweep("layer", **SETTINGS), "got a str; expected a pandas DataFrame"),
+    "column of texts": (
+        lambda m: p.Sweep(VALUES.assign(value=["a", "b"]), **SETTINGS),
+        "value cannot be read",
+    ),
+    "column of fractions": (
+        lambda m: p.Sweep(VALUES.assign(index=[0.5, 1.0]), **SETTINGS),
+        "expected whole numbers",
+    ),
+    "transcoders": (
+        lambda m: transcoders.attach(pretrained.small_english(), [3]),
+        r"expected a dict \{layer: Transcoder\}",
+    ),
+    "transcoder": (
+        lambda m: transcoders.attach(pretrained.small_english(), {0: 3}),
+        "layer 0: got 3; expected a Transcoder",
+    ),
+    "saved transcoders": (lambda m: transcoders.save([3], "x"), "expected a dict"),
+    "std": (lambda m: growth.init.normal(-1.0), "got std=-1.0"),
+    "share": (lambda m: growth.init.splits(share=2.0), "got share=2.0"),
+    "same sizes": (
+        lambda m: grow(pretrained.modular_addition(), d_mlp=512),
+        "which are the current sizes",
+    ),
+    "seed": (
+        lambda m: grow(pretrained.modular_addition(), d_mlp=513, seed="a"),
+        "got seed='a'",
+    ),
+    "keys of a file": (
+        lambda m: tasks.from_jsonl(pretrained.small_english().tokenizer, 1, "x", keys=("a",)),
+        "expected four names",
+    ),
+    "solved by no difference": (
+        lambda m: tasks.solved_by(m, replace(PAIR, metric=p.kl())),
+        "expected logit_diff or probability_diff",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_arguments_are_refused(case, model):
+    call, reason = REFUSED[case]
+    with pytest.raises((AttnOnlyLensError, ValueError, IndexError), match=reason):
+        call(model)
+
+
+def test_a_sweep_shows_its_rows_in_a_notebook():
+    shown = SWEEP._repr_html_()
+    assert "<table" in shown
+    assert "L0N5" in shown
