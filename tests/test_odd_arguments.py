@@ -305,6 +305,26 @@ REFUSED = {
         lambda m: tasks.from_jsonl(pretrained.small_english().tokenizer, 1, "x", keys=("a",)),
         "expected four names",
     ),
+    "loss of one token": (
+        lambda m: p.attribution(m, Contrast(torch.tensor([3]), torch.tensor([4]), p.loss())),
+        "no prompt has a second token",
+    ),
+    "overlays": (
+        lambda m: viz.circuit_view(circuits.attribution_graph(m, PAIR, top=3), m, PAIR, overlays=3),
+        "got an int as overlays",
+    ),
+    "notes": (
+        lambda m: viz.circuit_view(circuits.attribution_graph(m, PAIR, top=3), m, PAIR, notes="a"),
+        "got notes='a'; expected a list of texts",
+    ),
+    "layers of transcoders": (
+        lambda m: transcoders.load("x", layers=["a"]),
+        "expected layer numbers",
+    ),
+    "keep": (
+        lambda m: tasks.from_jsonl(pretrained.small_english().tokenizer, 1, "x", keep=3),
+        "expected a function that takes a dictionary",
+    ),
     "solved by no difference": (
         lambda m: tasks.solved_by(m, replace(PAIR, metric=p.kl())),
         "expected logit_diff or probability_diff",
