@@ -35,7 +35,7 @@ _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, 
 _ROUNDINGS = 8
 _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's output projection
 # The number of copies of the widest activation, of attention scores, and of the logits for a loss
-# that are in memory at once, according to torch's profiler (`test_memory.py`).
+# that are in memory at once, according to torch's profiler.
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
 _LOGITS_AT_ONCE = 2**26  # floats, including copies; enough for 170 tokens with 49,152 logits each
 _CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 30 Tflop/s
