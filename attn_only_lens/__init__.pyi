@@ -15,10 +15,9 @@ from . import (
 from ._load import load
 from .engine.contrast import Contrast
 from .engine.prompts import chat_tokens
-from .engine.tokens import token_texts
-from .errors import AttnOnlyLensError
 from .explanation import explain
-from .growth import compare, grow
+from .growth.comparison._compare import compare
+from .growth.models._grow import grow
 from .heads import (
     HeadName,
     dense_pattern,
@@ -30,12 +29,9 @@ from .models.convert import convert
 from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate, original_neuron
 from .models.to_stock import to_stock
-from .models.two_blocks import AttentionOnlyCache
 from .work import Work
 
 __all__ = [
-    "AttentionOnlyCache",
-    "AttnOnlyLensError",
     "Bilinear",
     "Contrast",
     "HeadName",
@@ -62,7 +58,6 @@ __all__ = [
     "save",
     "tasks",
     "to_stock",
-    "token_texts",
     "transcoders",
     "viz",
 ]

@@ -1,44 +1,64 @@
-"""Load a model by its name or from a folder."""
+"""Load a model, or a result from a file; the file's format says which result it is."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from transformer_lens.supported_models import MODEL_ALIASES
 
-from attn_only_lens import pretrained
-from attn_only_lens.arguments import a_type
-from attn_only_lens.errors import CheckpointError
-from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
-from attn_only_lens.models.hf_folder import FILES, how_to_convert, read_hf_folder
-from attn_only_lens.models.names import EXPECTED, is_path, no_folder
-from attn_only_lens.models.source_folder import (
-    CONFIG,
-    first_words,
-    load_source,
-    parse_device,
-    parse_dtype,
+from attn_only_lens._load_model import load_model
+from attn_only_lens.circuits.circuit import read_circuit
+from attn_only_lens.circuits.graph import read_graph
+from attn_only_lens.engine.contrast import read_contrast
+from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.growth.comparison.results import MANIFEST as COMPARISON
+from attn_only_lens.growth.comparison.results import read_comparison
+from attn_only_lens.growth.models.grown_folder import read_provenance
+from attn_only_lens.neurons.statistics import HeadStatistics, NeuronStatistics
+from attn_only_lens.patching.results import Paths, Sweep
+from attn_only_lens.storage import read_json
+from attn_only_lens.storage.atomic import AnyPath, as_path
+from attn_only_lens.storage.documents import format_of
+from attn_only_lens.storage.tables import table_format
+from attn_only_lens.storage.tensors import tensors_format
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    "Circuit": read_circuit,
+    "CircuitGraph": read_graph,
+    "Comparison": lambda path: read_comparison(path.parent),
+    "Grown": read_provenance,
+    "HeadStatistics": HeadStatistics.read,
+    "NeuronStatistics": NeuronStatistics.read,
+    "Paths": Paths.read,
+    "Sweep": Sweep.read,
+}
+_FORMATS: dict[str, Callable[[Path], Any]] = {
+    ".json": lambda path: format_of(read_json(path)),
+    ".csv": table_format,
+    ".parquet": table_format,
+    ".safetensors": tensors_format,
+}
+_FOLDERS = (COMPARISON, "explanation.csv")
+_EXPLANATION = ("contrast.json", "circuit.json", "graph.json", "attribution.parquet")
+_EXPECTED = (
+    "a contrast, a sweep, paths, a circuit, a graph, statistics, a comparison or a provenance"
 )
-from attn_only_lens.storage import open_folder, read_json
-from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet, require_hooked_transformer
-
-_SHIPPED = "small-english"
-FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
+_PROBLEM = "this cannot be loaded"
 
 
-@torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def load(
-    model: str | os.PathLike[str],
+    source: AnyPath,
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     hooked: bool = False,
+    metric: AnyMetric | None = None,
 ) -> Any:
-    """Load a model by its name or from a folder.
+    """Load a model, by its name or from a folder, or a result from its file.
 
-        small-english                        the model that ships with this package
+        small-english, modular-addition      the models that ship with this package
         gpt2, EleutherAI/pythia-70m          from the Hugging Face hub: a TransformerBridge
         a Hugging Face folder                config.json and safetensors: a TransformerBridge
         a folder that grown.save_pretrained  or the command `grow` wrote: a TransformerBridge or a
@@ -46,6 +66,9 @@ def load(
         a folder that `save` wrote           the saved model, with its neuron-heads if it had them
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
+        a file that a result's `save` wrote  the contrast, sweep, circuit, graph or statistics; or
+                                             the comparison, which is a folder
+        provenance.json in a grown folder    the provenance, as in `grown.provenance`
 
     If a folder has the given name, the folder is loaded, not the model with this name. Weights are
     read only from safetensors files, and code in the folder is never run. The network is used only
@@ -59,130 +82,75 @@ def load(
     has folded and centred weights, as with `HookedTransformer.from_pretrained`.
 
     Args:
-        model: a name or a folder.
+        source: a name, a folder or a file.
         device: the device of the model; by default the CPU.
         dtype: the floating-point type; by default the type that `save` stored, otherwise float32.
         hooked: load a model given by name as a HookedTransformer, which `convert` requires (only
             with transformer-lens 3.9).
+        metric: for a contrast, its metric, if that is your own function; the file has only its
+            name.
 
     Returns:
-        The model, with its tokenizer if it has one. If `save` wrote the model, its neuron-heads,
-        its settings, and its tied and frozen parameters are restored.
+        The result; or the model, with its tokenizer if it has one. If `save` wrote the model, its
+        neuron-heads, its settings, and its tied and frozen parameters are restored.
 
     Raises:
         UnsupportedCallError: the model is a HookedTransformer, but transformer-lens 4 is installed,
             which has no HookedTransformer.
-        CheckpointError: there is no such model; the folder is damaged, changed or newer than this
-            package; its weights are missing, unexpected or quantised; its tokenizer has more tokens
-            than the model; or the device or dtype is unknown.
+        CheckpointError: there is no such model or file; the file or folder is damaged, changed or
+            newer than this package, or holds something else; weights are missing, unexpected or
+            quantised; the tokenizer has more tokens than the model; or the device or dtype is
+            unknown.
+        InputError: the metric is missing or has another name than the file's; or options of models
+            were passed for a result.
 
     Example:
         >>> import tempfile, torch
-        >>> from attn_only_lens import expose_neuron_heads, load, pretrained, save
-        >>> exposed = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, save
+        >>> exposed = expose_neuron_heads(load("modular-addition")).model
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     folder = save(exposed, f"{parent}/added")
         ...     load(folder, dtype="float64").W_in.dtype
         torch.float64
     """
-    if not isinstance(model, str | os.PathLike):
-        if not isinstance(model, torch.nn.Module):
-            raise CheckpointError(f"got {model!r}; expected a path or a name")
-        raise CheckpointError(
-            f"got {a_type(model)}; expected a path or a name: write a transformers model to a "
-            "folder with model.save_pretrained(folder) and tokenizer.save_pretrained(folder); "
-            "analyses take a TransformerBridge or a HookedTransformer without loading it again"
-        )
-    if (path := Path(model)).suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"no model in {path}: {how_to_convert(path)}expected {EXPECTED}")
-    to_device = parse_device("cpu" if device is None else device)
-    to_dtype = None if dtype is None else parse_dtype(dtype)
-    if isinstance(model, str) and not is_path(model):
-        if model.replace("_", "-") == _SHIPPED:
-            return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
-        by_name = _hooked_by_name if hooked else _bridge_by_name
-        return by_name(model, to_device, to_dtype or torch.float32)
-    folder, kind = open_folder(model), folder_kind(model)
-    if kind == "saved":
-        return load_saved(folder, device=to_device, dtype=to_dtype)
-    if kind == "HookedTransformer":
-        require_hooked_transformer(f"the model in {folder}")
-        return load_source(folder, device=to_device, dtype=to_dtype or torch.float32)
-    if hooked:
-        raise CheckpointError(
-            f"{folder} contains a transformers model, which is loaded as a TransformerBridge; "
-            "expected a TransformerLens name or the folder of a HookedTransformer. `explain`, "
-            "`patch` and attn_only_lens.expose_neuron_heads take such a folder without conversion"
-        )
-    return read_hf_folder(folder, str(model), to_dtype or torch.float32, to_device)
-
-
-def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Return which kind of model a folder holds; raise CheckpointError if there is no model."""
-    folder = open_folder(model)
-    if not folder.is_dir():
-        raise no_folder(model)
-    if is_saved(folder):
-        return "saved"
-    if not (folder / CONFIG).exists():
-        raise CheckpointError(
-            f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; "
-            f"{how_to_convert(folder)}expected {EXPECTED}"
-        )
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{folder / CONFIG} is not a model configuration: got {type(config).__name__}"
-        )
-    of_transformers = config.keys() & {"model_type", "architectures", "transformers_version"}
-    return "Hugging Face" if of_transformers else "HookedTransformer"
-
-
-def is_hooked(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the model in a folder is a HookedTransformer, without loading it."""
-    kind: str = folder_kind(folder)
-    if kind == "saved":
-        kind = read_manifest(open_folder(folder))["model"]
-    return kind == "HookedTransformer"
-
-
-def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
-    try:
-        folder = snapshot_download(official, allow_patterns=list(FILES))
-    except (OSError, ValueError) as error:  # all huggingface_hub errors are subclasses
-        raise _not_found(name, error) from None
-    return read_hf_folder(Path(folder), official, dtype, device)
-
-
-def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
-    require_hooked_transformer(f"{name!r} as a HookedTransformer")
-    try:
-        with quiet(), no_remote_code():
-            return HookedTransformer.from_pretrained(
-                name,
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(device),
-                trust_remote_code=False,
-            )
-    except (OSError, ValueError) as error:
-        raise _not_found(name, error) from None
-    except Exception as error:  # TransformerLens raises many types of errors
-        raise CheckpointError(
-            f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
-            f"{first_words(error)}; without hooked=True (--hooked), it is loaded as a "
-            "TransformerBridge"
-        ) from error
-
-
-def _not_found(name: str, error: Exception) -> CheckpointError:
-    # Remove the list of hundreds of model names from TransformerLens' message.
-    reason = str(error).strip().partition(" Valid official model names")[0]
-    reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
-    if "trust_remote_code" in str(error):
-        reason = "the model needs its own code, which this package never runs"
-    return CheckpointError(
-        f"there is no folder {name!r}, and no model of this name could be loaded: "
-        f"{reason.rstrip('.')}. Expected {EXPECTED}. Without a "
-        "network, only a folder or a model in the hub's cache can be loaded"
+    if not (isinstance(source, str | os.PathLike) and _is_result(source)):
+        if metric is not None:
+            reason = f"got metric={metric!r} for a model; expected it for the file of a contrast"
+            raise InputError([reason], _PROBLEM)
+        return load_model(source, device=device, dtype=dtype, hooked=hooked)
+    options = {"device": device, "dtype": dtype, "hooked": hooked or None}
+    InputError.raise_if(
+        [
+            f"got {name}={value!r} for {source}, which holds no model; expected no such option"
+            for name, value in options.items()
+            if value is not None
+        ],
+        _PROBLEM,
     )
+    return _read_result(as_path(source), metric)
+
+
+def _is_result(path: AnyPath) -> bool:
+    """Return whether a path is one of a result: by its ending or, for a folder, by its files."""
+    if os.path.isdir(path):
+        return any(os.path.exists(os.path.join(path, name)) for name in _FOLDERS)
+    return Path(path).suffix in _FORMATS
+
+
+def _read_result(path: Path, metric: AnyMetric | None) -> Any:
+    """Read a file or a folder that a result's method `save` wrote."""
+    if os.path.exists(path / COMPARISON):
+        return read_comparison(path)
+    if os.path.isdir(path):
+        files = ", ".join(_EXPLANATION)
+        raise CheckpointError(f"{path} holds an explanation; load one of its files: {files}")
+    stored = _FORMATS[path.suffix](path)
+    kind = str(stored).removeprefix("attn_only_lens.")
+    if kind == "Contrast":
+        return read_contrast(path, metric)
+    if metric is not None:
+        raise InputError([f"got metric={metric!r} for {path}, which is no contrast"], _PROBLEM)
+    if kind not in _READERS:
+        hint = ", which transcoders.load reads" * (kind == "Transcoder")
+        raise CheckpointError(f"{path} has format {stored!r}{hint}; expected {_EXPECTED}")
+    return _READERS[kind](path)

@@ -21,8 +21,7 @@ class AttnOnlyLensError(Exception):
     """The base class of all errors that this package raises deliberately.
 
     Example:
-        >>> from attn_only_lens import AttnOnlyLensError
-        >>> from attn_only_lens.errors import UnknownHeadError
+        >>> from attn_only_lens.errors import AttnOnlyLensError, UnknownHeadError
         >>> issubclass(UnknownHeadError, AttnOnlyLensError)
         True
     """
@@ -77,12 +76,12 @@ class InputWarning(UserWarning):
 
     Example:
         >>> import warnings
-        >>> from attn_only_lens import Contrast, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, load, patching as p
         >>> from attn_only_lens.errors import InputWarning
         >>> contrast = Contrast("The kezs near", "The key near", p.logit_diff(" are", " is"))
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     pair = contrast.pair(pretrained.small_english())
+        ...     pair = contrast.pair(load("small-english"))
         >>> [x.category is InputWarning and "'kezs'" in str(x.message) for x in caught]
         [True]
     """
@@ -141,9 +140,9 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
     The error message names the call to use instead.
 
     Example:
-        >>> from attn_only_lens import convert, pretrained
+        >>> from attn_only_lens import convert, load
         >>> from attn_only_lens.errors import UnsupportedCallError
-        >>> converted = convert(pretrained.modular_addition())
+        >>> converted = convert(load("modular-addition"))
         >>> try:
         ...     converted.W_Q
         ... except UnsupportedCallError as error:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens import viz
-from attn_only_lens.neurons import Example
+from attn_only_lens.neurons.statistics import Example
 
 EVIL = [
     "<bos>",

@@ -2,7 +2,7 @@
 
 import torch
 
-from attn_only_lens import pretrained, transcoders
+from attn_only_lens import load, transcoders
 
 PAIR = "The keys near the cabinet", "The key near the cabinet"
 DEAD = 5
@@ -29,6 +29,6 @@ def of_mlp(model, layer, **options):
 
 def with_features():
     """Return the model: relu features and a skip node in layer 1, jumprelu features in layer 3."""
-    model = pretrained.small_english()
+    model = load("small-english")
     chosen = {1: of_mlp(model, 1, skip=True), 3: of_mlp(model, 3, activation="jumprelu")}
     return transcoders.attach(model, chosen).model

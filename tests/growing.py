@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import growth
+from attn_only_lens.growth.expansion.activations import activation_map
 from attn_only_lens.growth.expansion.weights import Constants, Weights, axes_of
 from attn_only_lens.growth.models._grow import growable_of
 
@@ -48,7 +49,7 @@ def worst_activation(provenance, old, new):
     worst, unknown = {}, []
     for hook, expected in old.items():
         try:
-            moved = growth.activation_map(provenance, hook)
+            moved = activation_map(provenance, hook)
         except KeyError:
             unknown.append(hook)
             continue

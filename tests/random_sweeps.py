@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from attn_only_lens import patching as p
 from attn_only_lens.patching.prompt_tokens import PromptTokens
+from attn_only_lens.patching.results import Sweep
 
 SITES, POSITIONS = 13, 5
 RUN = {
@@ -35,4 +35,4 @@ def values(seed=0, positions=range(POSITIONS)):
 
 def sweep(seed=0, frame=None, **changes):
     """Return a sweep of those values."""
-    return p.Sweep(values(seed) if frame is None else frame, **RUN | changes)
+    return Sweep(values(seed) if frame is None else frame, **RUN | changes)

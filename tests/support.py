@@ -140,7 +140,7 @@ class Kit:
         """Run a command, and return its last argument, the output file or folder."""
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         if result.exit_code == 2:
-            raise lens.AttnOnlyLensError(result.output.rpartition("error: ")[2])
+            raise lens.errors.AttnOnlyLensError(result.output.rpartition("error: ")[2])
         assert result.exit_code == 0, result.output
         return arguments[-1]
 
@@ -171,22 +171,6 @@ def _other_inside(kit, context):
     with context:
         inside = kit.exposed(tokens())
     return not torch.equal(inside, kit.exposed(tokens()))
-
-
-def _moved(kit):
-    hook = "blocks.1.hook_resid_pre"
-    moved = growth.activation_map(kit.grown.provenance, hook)
-    with torch.no_grad():
-        there = kit.grown.model.run_with_cache(tokens())[1][moved.name]
-    return torch.allclose(moved.old_part(there), kit.cache[hook], atol=1e-3)
-
-
-def _cached_by_hand(kit):
-    # convert rejects bridges, so their exposed model is tested instead.
-    converted = lens.convert(kit.model) if kit.kind == HOOKED else kit.exposed
-    _, cache = converted.run_with_cache(tokens())
-    by_hand = lens.AttentionOnlyCache(cache.cache_dict, converted)
-    return lens.neuron_pattern(by_hand, "L0N3").shape == (BATCH, POS, 2)
 
 
 def _bilinear(kit):
@@ -305,7 +289,6 @@ def _generalized_silu(kit):
 
 
 LENS = {
-    "AttentionOnlyCache": _cached_by_hand,
     "Bilinear": _bilinear,
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
     "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
@@ -335,7 +318,6 @@ LENS = {
             lens.convert(kit.model, gate=lens.Bilinear(2)) if kit.kind == HOOKED else kit.exposed
         ).cfg.attn_only
     ),
-    "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
 }
 GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
@@ -428,7 +410,6 @@ NEURONS = {
         )
         == 2
     ),
-    "examples_of": lambda kit: neurons.examples_of(kit.looked_up("z").frame(), "L1N3")[0].value,
     "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
@@ -447,7 +428,6 @@ GROWTH = {
     "WidenQueriesAndKeys": lambda kit: kit.grown_by(growth.WidenQueriesAndKeys(3)),
     "WidenStream": lambda kit: kit.grown_by(growth.WidenStream(10)),
     "WidenValues": lambda kit: kit.grown_by(growth.WidenValues(3)),
-    "activation_map": _moved,
     "compose": lambda kit: kit.grown_by(
         growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
     ),
@@ -459,11 +439,6 @@ GROWTH = {
         atol=1e-3,
     ),
     "Grown.shrink": lambda kit: torch.equal(kit.grown.shrink()(tokens()), kit.model(tokens())),
-    "identity": lambda kit: (
-        growth.identity(kit.model).differences(growth.identity(kit.exposed)) == []
-    ),
-    "read": lambda kit: len(growth.read(kit.model).tensors),
-    "read_provenance": lambda kit: growth.read_provenance(kit.larger)["L0N3"] == "L0N3",
 }
 COMMANDS = {
     "atlas": lambda kit: kit.run(
@@ -493,18 +468,10 @@ COMMANDS = {
     "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
 }
 OF_NO_MODEL = {
-    *(
-        "errors",
-        "bilinear_gate",
-        "Axis",
-        "Weights",
-        "NodeDetails",
-    ),
-    # What users make to say what they want, and results that can be loaded.
+    *("errors", "bilinear_gate", "NodeDetails"),
+    # What users make to say what they want.
     *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
     "ComparisonSizes",
-    *("Sweep", "Paths", "Circuit", "CircuitGraph", "Comparison"),
-    *("Example", "NeuronStatistics", "HeadStatistics"),
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
     "pairs",  # a random model solves no task; `solved_by` has a row
@@ -561,7 +528,7 @@ def measure(kit, row):
     """
     try:
         sensible = row(kit)
-    except lens.AttnOnlyLensError as error:
+    except lens.errors.AttnOnlyLensError as error:
         reasons = getattr(error, "reasons", (str(error),))
         text = " ".join("; ".join(reasons).split())
         text = text.replace(version("transformer-lens"), kit.kind.partition(", ")[2])

@@ -9,15 +9,28 @@ import pytest
 import torch
 from bridges import boot, bridged, hf_folder, original
 from common import D_VOCAB, needs_hooked_transformer, relative, run_cli, tokens
+from drawn_transcoders import drawn
 from models import source_folder
 from safetensors.torch import load_file, save_file
 from test_pretrained import DATA
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import convert, expose_neuron_heads, load, pretrained, save, tl
-from attn_only_lens._load import is_hooked
-from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens import (
+    Contrast,
+    convert,
+    expose_neuron_heads,
+    load,
+    pretrained,
+    save,
+    tl,
+    transcoders,
+)
+from attn_only_lens import patching as p
+from attn_only_lens._load_model import is_hooked
+from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
+from attn_only_lens.pretrained.small_english import small_english
+from attn_only_lens.storage import Document
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 
@@ -103,9 +116,9 @@ def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_p
 
 @pytest.mark.both_versions
 def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_path):
-    monkeypatch.setattr("attn_only_lens._load.snapshot_download", None)
+    monkeypatch.setattr("attn_only_lens._load_model.snapshot_download", None)
     monkeypatch.chdir(tmp_path)
-    expected = pretrained.small_english(dtype="float64").state_dict()
+    expected = small_english(dtype="float64").state_dict()
     for name in ("small-english", "small_english"):
         loaded = load(name, dtype="float64")
         assert all(torch.equal(x, expected[key]) for key, x in loaded.state_dict().items())
@@ -121,7 +134,7 @@ def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
 
     def from_pretrained(name, **options):
         calls.append((name, options["dtype"], options["trust_remote_code"]))
-        return pretrained.modular_addition()
+        return load("modular-addition")
 
     monkeypatch.setattr(tl.HookedTransformer, "from_pretrained", from_pretrained)
     assert load("gpt2", hooked=True, dtype="bfloat16").cfg.d_mlp == 512
@@ -132,7 +145,7 @@ def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
 def test_folders_of_hooked_transformers():
     got = load(DATA, dtype="float64")
     inputs = pretrained.modular_addition_tokens()[:11]
-    assert torch.equal(got(inputs), pretrained.modular_addition(dtype=torch.float64)(inputs))
+    assert torch.equal(got(inputs), load("modular-addition", dtype=torch.float64)(inputs))
     assert is_hooked(DATA)
 
 
@@ -368,3 +381,48 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
 
 
 # What errors tell users to install
+
+
+# Results
+
+
+def not_results(folder):
+    """Write files and folders that are no results, and yield them with what the error says."""
+    transcoders.save(folder / "features", {5: drawn(7)})
+    feature = folder / "features" / "layer_5.transcoder.safetensors"
+    yield feature, r"format 'attn_only_lens\.Transcoder', which transcoders\.load reads; expected a"
+    save_file({"x": torch.ones(3)}, folder / "weights.safetensors")
+    yield folder / "weights.safetensors", "format None; expected a contrast"
+    (folder / "config.json").write_text('{"n_layers": 3}')
+    yield folder / "config.json", "format None; expected a contrast"
+    (folder / "list.json").write_text("[3, 5]")
+    yield folder / "list.json", "format 'list'; expected a contrast"
+    (folder / "table.csv").write_text("name,value\nL0N3,7\n")
+    yield folder / "table.csv", r"table\.csv\.json is missing"
+    yield folder / "gone.json", r"gone\.json is missing"
+    (folder / "why").mkdir()
+    (folder / "why" / "explanation.csv").write_text("id\nL0N3@5\n")
+    yield folder / "why", r"an explanation; load one of its files: .*graph\.json"
+    (folder / "cut").mkdir()
+    (folder / "cut" / "comparison.json").write_text("{")
+    yield folder / "cut", r"comparison\.json is not valid JSON"
+
+
+@pytest.mark.both_versions
+def test_what_is_no_result_is_an_error(tmp_path):
+    for path, match in not_results(tmp_path):
+        with pytest.raises(CheckpointError, match=match):
+            load(path)
+
+
+@pytest.mark.both_versions
+def test_options_that_do_not_fit_are_refused(folder, tmp_path):
+    path = tmp_path / "contrast.json"
+    Contrast("w3", "w5", p.logit_diff(7, 11)).save(path)
+    with pytest.raises(InputError, match=r"(?s)device='cpu'.*\n.*dtype='float32'.*\n.*hooked=True"):
+        load(path, device="cpu", dtype="float32", hooked=True)
+    for source in (folder, tmp_path / "sweep.json"):
+        Document("attn_only_lens.Circuit", 1, dict).write(tmp_path / "sweep.json")
+        with pytest.raises(InputError, match="got metric="):
+            load(source, metric=p.kl())
+    assert load(path, metric=p.logit_diff(7, 11)).metric.name == "logit_diff(7, 11)"

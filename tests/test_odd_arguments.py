@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attn_only_lens import (
-    AttnOnlyLensError,
     Contrast,
     Work,
     circuits,
@@ -18,21 +17,23 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
     growth,
+    load,
     neurons,
-    pretrained,
     tasks,
-    token_texts,
     transcoders,
     viz,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import (
+    AttnOnlyLensError,
     InputError,
     InputWarning,
     UnsupportedCallError,
 )
 from attn_only_lens.growth.comparison.batches import batches
 from attn_only_lens.models.verify import verify
+from attn_only_lens.patching.results import Paths, Sweep
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)
@@ -42,7 +43,7 @@ HOW = {"sites": ["L0H1", "L0N5"]}
 
 @pytest.fixture(scope="module")
 def model():
-    return expose_neuron_heads(pretrained.modular_addition()).model
+    return expose_neuron_heads(load("modular-addition")).model
 
 
 def swept(model, make):
@@ -95,7 +96,7 @@ def test_arrays_wherever_tokens_are_taken(model):
     tensor, mask = torch.from_numpy(tokens), np.array([[1, 1, 1], [0, 1, 1]])
     same = Contrast(tokens, tokens[::-1], METRIC, mask=mask).pair(model)
     assert same.mask.tolist() == mask.tolist()
-    assert verify(pretrained.modular_addition(), model, tokens).bitwise
+    assert verify(load("modular-addition"), model, tokens).bitwise
     of_arrays, of_tensors = (
         p.activation_patch(
             model, Contrast(x, None, METRIC), direction=p.Ablation("mean", reference=x), **HOW
@@ -154,7 +155,7 @@ def test_arrays_that_are_no_tokens(tokens, match, model):
 
 
 def test_a_text_that_is_longer_than_the_context():
-    english = pretrained.small_english()
+    english = load("small-english")
     text, too_long = "the keys " * 600 + "The", "1,202 tokens; the model has 128"
     with pytest.raises(InputError, match=too_long):
         Contrast(text, "The", METRIC).pair(english)
@@ -197,20 +198,20 @@ SETTINGS |= {"corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
 def test_settings_of_results(name, value, reason):
     settings = SETTINGS | {name: value}
     with pytest.raises(InputError, match=reason):
-        p.Sweep(VALUES, **settings)
+        Sweep(VALUES, **settings)
     with pytest.raises(InputError, match=reason):
-        p.Paths(PATHS, scale="held", n_paths=2, **settings)
-    assert len(p.Sweep(VALUES, **SETTINGS | {"clean_value": np.float32(3)})) == 2
+        Paths(PATHS, scale="held", n_paths=2, **settings)
+    assert len(Sweep(VALUES, **SETTINGS | {"clean_value": np.float32(3)})) == 2
 
 
-SWEEP = p.Sweep(VALUES, **SETTINGS)
+SWEEP = Sweep(VALUES, **SETTINGS)
 REFUSED = {
     "search": (lambda m: circuits.discover(m, PAIR, search="resample"), "got a str as search"),
     "circuit": (lambda m: circuits.evaluate(m, VALUES, PAIR), "expected a Circuit from"),
     "ranking": (lambda m: circuits.faithfulness(m, PAIR, VALUES), "ranking: got a DataFrame"),
     "head": (lambda m: circuits.token_circuit(m, ["L0H1"], "ov"), "expected one name, such as"),
     "mask of texts": (
-        lambda m: Contrast("a", "b", METRIC, mask=[[1]]).pair(pretrained.small_english()),
+        lambda m: Contrast("a", "b", METRIC, mask=[[1]]).pair(load("small-english")),
         "got a mask with texts",
     ),
     "unlike numbers of prompts": (
@@ -273,36 +274,36 @@ REFUSED = {
         lambda m: viz.attention_view(m, ["L0H1"], ["a", "b"]),
         "got a list of texts",
     ),
-    "frame": (lambda m: p.Sweep("layer", **SETTINGS), "got a str; expected a pandas DataFrame"),
+    "frame": (lambda m: Sweep("layer", **SETTINGS), "got a str; expected a pandas DataFrame"),
     "column of texts": (
-        lambda m: p.Sweep(VALUES.assign(value=["a", "b"]), **SETTINGS),
+        lambda m: Sweep(VALUES.assign(value=["a", "b"]), **SETTINGS),
         "value cannot be read",
     ),
     "column of fractions": (
-        lambda m: p.Sweep(VALUES.assign(index=[0.5, 1.0]), **SETTINGS),
+        lambda m: Sweep(VALUES.assign(index=[0.5, 1.0]), **SETTINGS),
         "expected whole numbers",
     ),
     "transcoders": (
-        lambda m: transcoders.attach(pretrained.small_english(), [3]),
+        lambda m: transcoders.attach(load("small-english"), [3]),
         r"expected a dict \{layer: Transcoder\}",
     ),
     "transcoder": (
-        lambda m: transcoders.attach(pretrained.small_english(), {0: 3}),
+        lambda m: transcoders.attach(load("small-english"), {0: 3}),
         "layer 0: got 3; expected a Transcoder",
     ),
     "saved transcoders": (lambda m: transcoders.save([3], "x"), "expected a dict"),
     "std": (lambda m: growth.init.normal(-1.0), "got std=-1.0"),
     "share": (lambda m: growth.init.splits(share=2.0), "got share=2.0"),
     "same sizes": (
-        lambda m: grow(pretrained.modular_addition(), d_mlp=512),
+        lambda m: grow(load("modular-addition"), d_mlp=512),
         "which are the current sizes",
     ),
     "seed": (
-        lambda m: grow(pretrained.modular_addition(), d_mlp=513, seed="a"),
+        lambda m: grow(load("modular-addition"), d_mlp=513, seed="a"),
         "got seed='a'",
     ),
     "keys of a file": (
-        lambda m: tasks.from_jsonl(pretrained.small_english().tokenizer, 1, "x", keys=("a",)),
+        lambda m: tasks.from_jsonl(load("small-english").tokenizer, 1, "x", keys=("a",)),
         "expected four names",
     ),
     "loss of one token": (
@@ -322,7 +323,7 @@ REFUSED = {
         "expected layer numbers",
     ),
     "keep": (
-        lambda m: tasks.from_jsonl(pretrained.small_english().tokenizer, 1, "x", keep=3),
+        lambda m: tasks.from_jsonl(load("small-english").tokenizer, 1, "x", keep=3),
         "expected a function that takes a dictionary",
     ),
     "solved by no difference": (

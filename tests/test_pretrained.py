@@ -35,7 +35,7 @@ RECIPE = addition.Recipe(**{key: METRICS[key] for key in addition.Recipe.__datac
 def test_it_is_as_accurate_as_its_metrics_say():
     tokens, answers, trained = addition.pairs(RECIPE)
     with torch.no_grad():
-        logits = pretrained.modular_addition()(tokens)[:, -1]
+        logits = load("modular-addition")(tokens)[:, -1]
     for name, part in (("train", trained), ("test", ~trained)):
         assert (logits[part].argmax(-1) == answers[part]).all()
         assert METRICS[f"{name}_accuracy"] == 1.0
@@ -47,7 +47,7 @@ def test_it_is_as_accurate_as_its_metrics_say():
 def test_models_made_in_inference_mode_can_be_trained(tmp_path):
     tokens = pretrained.modular_addition_tokens()[:3]
     with torch.inference_mode():
-        model = pretrained.modular_addition()
+        model = load("modular-addition")
         converted = expose_neuron_heads(model, copy=True, copy_weights=True, gate=Bilinear()).model
         made = [model, converted, grow(model, d_mlp=521).model]
         made.append(load(save(converted, tmp_path / "saved")))
@@ -78,7 +78,7 @@ def test_its_logits_are_those_of_its_weights():
     tokens = pretrained.modular_addition_tokens()[::7]
     expected = by_hand(state, tokens)
     with torch.no_grad():
-        got = pretrained.modular_addition(dtype=torch.float64)(tokens)[:, -1]
+        got = load("modular-addition", dtype=torch.float64)(tokens)[:, -1]
     # 128 to 512 terms a sum, in float64
     assert relative(got, expected) <= 1e-13
     heads_swapped = state | {"blocks.0.attn.W_O": state["blocks.0.attn.W_O"].flip(0)}

@@ -12,7 +12,7 @@ from common import needs_hooked_transformer, needs_transformer_lens_4, relative
 
 from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar
-from attn_only_lens import pretrained
+from attn_only_lens import load, pretrained
 from attn_only_lens.errors import UnsupportedCallError
 
 pytestmark = pytest.mark.numeric
@@ -40,7 +40,7 @@ CLASSES = [False, pytest.param(True, marks=needs_hooked_transformer)]
 @pytest.mark.parametrize("hooked", CLASSES)
 @torch.no_grad()
 def test_its_logits_are_those_of_transformers(hooked, llama):
-    model = pretrained.small_english(dtype="float64", hooked=hooked)
+    model = load("small-english", dtype="float64", hooked=hooked)
     tokens = model.to_tokens(pretrained.small_english_texts()[:7], padding_side="right")
     alone = transformers.AutoModelForCausalLM.from_pretrained(
         DATA, attn_implementation="eager", dtype=torch.float64
@@ -56,8 +56,8 @@ def test_its_logits_are_those_of_transformers(hooked, llama):
 
 @needs_transformer_lens_4
 def test_there_is_no_hooked_transformer_under_4():
-    with pytest.raises(UnsupportedCallError, match="small_english as a HookedTransformer needs"):
-        pretrained.small_english(hooked=True)
+    with pytest.raises(UnsupportedCallError, match="small-english as a HookedTransformer needs"):
+        load("small-english", hooked=True)
 
 
 def test_decoding_gives_texts_back(tokenizer):

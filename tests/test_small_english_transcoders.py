@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_only_lens import pretrained
+import attn_only_lens as lens
+from attn_only_lens import load, pretrained
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english" / "transcoders"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
@@ -16,7 +17,7 @@ TEXTS = pretrained.small_english_texts()[:100]
 
 @pytest.fixture(scope="module")
 def transcoders():
-    return pretrained.small_english_transcoders()
+    return lens.transcoders.load("small-english")
 
 
 def test_there_is_one_for_each_layer(transcoders):
@@ -35,7 +36,7 @@ def test_there_is_one_for_each_layer(transcoders):
 @torch.no_grad()
 def test_they_imitate_the_mlps_on_held_out_texts(transcoders):
     """The bounds of FVU and L0 are the results of the trial in the model card."""
-    model = pretrained.small_english()
+    model = load("small-english")
     inputs = {layer: [] for layer in transcoders}
     outputs = {layer: [] for layer in transcoders}
     divergences, same_top = [], []

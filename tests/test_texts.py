@@ -26,7 +26,6 @@ from attn_only_lens import (
     chat_tokens,
     expose_neuron_heads,
     load,
-    token_texts,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
@@ -34,6 +33,7 @@ from attn_only_lens.engine.tokens import (
     checked_tokens,
     join_tokens,
     token_text,
+    token_texts,
     token_texts_of_prompts,
 )
 from attn_only_lens.errors import InputError
@@ -285,7 +285,7 @@ def test_chats_on_the_command_line(tmp_path):
     sides = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
     contrast = Contrast(*sides, p.logit_diff("w4", "w5"))
     expected = p.activation_patch(bridge, contrast, sites=["L0H1"])
-    assert p.Sweep.load(out).frame["value"].tolist() == pytest.approx(
+    assert load(out).frame["value"].tolist() == pytest.approx(
         expected.frame["value"].tolist(), abs=1e-5
     )
     assert expected.frame["position"].max() == len(chat_tokens(bridge, "w1 w2")[0]) - 1

@@ -37,6 +37,7 @@ from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.multipliers import run_both, secant_multipliers
 from attn_only_lens.heads import host_of
+from attn_only_lens.patching.results import Sweep
 
 Method = Callable[[Task], pd.DataFrame]
 REPAIRED = 0.25
@@ -78,7 +79,7 @@ def _random_edges(task: Task) -> pd.DataFrame:
     return edge_frame(task, _random(len(task.edges), task))
 
 
-def _sweep_scores(sweep: Callable[..., p.Sweep], task: Task, **options: Any) -> pd.DataFrame:
+def _sweep_scores(sweep: Callable[..., Sweep], task: Task, **options: Any) -> pd.DataFrame:
     """Return Σ |effect on the metric| over positions and pairs, by a function of the package."""
     model, total = convert(task.model, copy_weights=True), dict.fromkeys(task.nodes, 0.0)
     for pairs in task.pairs:

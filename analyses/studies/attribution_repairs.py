@@ -27,7 +27,7 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools import brackets
 from analyses.tools.benching import markdown
 from analyses.tools.real_models import pairs, trained
-from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, Work, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.sites import PARTS
@@ -59,7 +59,7 @@ def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast], list[
     some = islice(brackets.pairs(classifier, 1), of_repairs)
     yield "brackets", classifier, [Contrast(*pair, brackets.BALANCED) for pair in some], []
     if not setting.smoke:
-        source = pretrained.small_english(setting.device, torch.float64)
+        source = load("small-english", device=setting.device, dtype=torch.float64)
         encoded = [source.to_tokens(text)[0, :12] for text in pretrained.small_english_texts()]
         tokens = torch.stack([ids for ids in encoded if len(ids) == 12])
         english = expose_neuron_heads(source).model

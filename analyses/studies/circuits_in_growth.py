@@ -61,10 +61,9 @@ from analyses.tools.study_files import as_csv, as_stored, said, t_interval
 from analyses.tools.training import claim
 from attn_only_lens import grow, growth
 from attn_only_lens import patching as p
-from attn_only_lens.growth import read
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
-from attn_only_lens.growth.models._grow import Grown
+from attn_only_lens.growth.models._grow import Grown, read
 
 Floats: TypeAlias = "pd.Series[float]"
 TASKS = ("number, prepositional", "gender", "brackets, simple")

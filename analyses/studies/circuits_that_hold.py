@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.study import Setting, Study, Tables
-from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
@@ -153,7 +153,7 @@ def measure(model: Any, family: str, contrast: Contrast) -> Iterator[dict[str, A
 def run(setting: Setting) -> Tables:
     """Find and judge circuits of all families."""
     if setting.smoke:
-        model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        model = expose_neuron_heads(load("small-english"), copy=True).model
         contrast = tasks.agreement(model.tokenizer, 3 + N_FIND)
         return {"": pd.DataFrame(measure(model, "number", contrast))}
     if setting.smollm2 is None:

@@ -43,15 +43,16 @@ from attn_only_lens import (
     circuits,
     expose_neuron_heads,
     load,
-    pretrained,
     tasks,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.engine.gradients import edit_input
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.patching.results import Sweep
 
 Rows: TypeAlias = Iterator[dict[str, Any]]
 
@@ -112,7 +113,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
         tiny = small.bridged(small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model())
         english = expose_neuron_heads(tiny).model
     else:
-        english = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        english = expose_neuron_heads(load("small-english"), copy=True).model
     task = tasks.agreement(
         english.tokenizer, 2 if setting.smoke else 24, structure="relative", seed=0
     )
@@ -163,7 +164,7 @@ def attributions(model: Any, contrast: Contrast) -> Rows:
 
 
 def curve(
-    model: Any, contrast: Contrast, ranking: p.Sweep, sizes: tuple[int, ...], **how: Any
+    model: Any, contrast: Contrast, ranking: Sweep, sizes: tuple[int, ...], **how: Any
 ) -> dict[int, float]:
     """Return the faithfulness of the first k sites by k; all other sites are resampled."""
     n = len(ranking.frame)
@@ -259,7 +260,7 @@ def _tangent(model: Any, pair: PromptPair, metric: Any, both: LinearMap, place: 
     return replace(tangent, run=changes)
 
 
-def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGraph) -> pd.Series:
+def _by_head(run: Any, pair: Any, chosen: list[Any], graph: CircuitGraph) -> pd.Series:
     """Return edge weights from the graph's nodes into heads, summed over receiver positions."""
     frame, _ = LinearGraph(run, pair, chosen).edges()
     frame = frame[frame["source"].isin(graph.heads["id"]) & frame["target"].str.startswith("L")]

@@ -37,7 +37,7 @@ from analyses.post import (
 from analyses.study import Setting, Study, Tables
 from analyses.tools.benching import markdown, medians
 from analyses.tools.real_models import REAL, real
-from attn_only_lens import Bilinear, calibrate, convert, pretrained
+from attn_only_lens import Bilinear, calibrate, convert, load, pretrained
 from attn_only_lens.gates.bilinear import BilinearGate
 from attn_only_lens.gates.exact import Gate
 from attn_only_lens.models.two_blocks.config import neurons_block
@@ -98,7 +98,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
     pairs = pretrained.modular_addition_tokens()
     about = "shipped: (a + b) mod 113, all inputs, 1 layer, silu"
     pairs = pairs[:101] if setting.smoke else pairs
-    yield Subject(SHIPPED, about, pretrained.modular_addition(), pairs)
+    yield Subject(SHIPPED, about, load("modular-addition"), pairs)
     if setting.smoke:
         yield from tiny()
         return
@@ -483,7 +483,7 @@ def costs(case: Case, rounds: int, device: str) -> pd.DataFrame:
 
 def cases(setting: Setting) -> list[Case]:
     """Return the shipped model and one with ReLU, which others trained on the same task."""
-    shipped, n_prompts = pretrained.modular_addition(), 3 if setting.smoke else 100
+    shipped, n_prompts = load("modular-addition"), 3 if setting.smoke else 100
     if setting.smoke:
         tiny = {"n_layers": 1, "d_model": 10, "n_heads": 2, "d_head": 5, "d_mlp": 11, "n_ctx": 3}
         tiny |= {"d_vocab": 8, "d_vocab_out": 7, "seed": 0}

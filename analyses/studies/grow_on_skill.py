@@ -70,7 +70,6 @@ from analyses.tools.study_files import t_interval
 from analyses.tools.training import claim
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
-from attn_only_lens.growth import read_provenance
 from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import write_text
 from attn_only_lens.tasks.words import PEOPLE, THINGS
@@ -326,7 +325,7 @@ class SeedRuns:
     @cached_property
     def new(self) -> dict[str, None]:
         """The names of new neurons; a dictionary, which is ordered and fast to look up in."""
-        return dict.fromkeys(read_provenance(self.grown).new_neurons)
+        return dict.fromkeys(load(self.grown / "provenance.json").new_neurons)
 
     def path(self, what: str) -> Path:
         """Return the path of an arm, or of tables, of this seed."""

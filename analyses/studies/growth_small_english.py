@@ -55,6 +55,7 @@ from analyses.tools.training import claim
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
+from attn_only_lens.growth.models._grow import read
 
 Floats: TypeAlias = "pd.Series[float]"
 KINDS = {"plain": "Plain MLPs and LayerNorm", "gated": "Gated MLPs and RMS norm"}
@@ -148,7 +149,7 @@ def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
 
 def steps_within(plan: Plan, flops: int) -> int:
     """Return the smallest number of steps that takes at least this many flops."""
-    weights, spent = growth.read(plan.model()), 0
+    weights, spent = read(plan.model()), 0
     for step in count():
         spent += step_flops(weights, batch(plan, step))
         if spent >= flops:

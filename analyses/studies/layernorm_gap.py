@@ -38,10 +38,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from analyses.study import Setting, Study, Tables
 from analyses.tools import small_english as small
 from analyses.tools.benching import table
-from attn_only_lens import growth, pretrained
-from attn_only_lens.growth import Axis, Weights
+from attn_only_lens import growth, load, pretrained
 from attn_only_lens.growth.expansion.expansion import apply_plan
-from attn_only_lens.growth.expansion.weights import WRITERS, axes_of, tail
+from attn_only_lens.growth.expansion.weights import WRITERS, Axis, Weights, axes_of, tail
 from attn_only_lens.growth.models._grow import growable_of
 from attn_only_lens.growth.models.growable import Growable
 
@@ -267,7 +266,7 @@ def run(setting: Setting) -> Tables:
         ratios = [1.5, 2.0]
         llama = small.bridged(recipe.model().to(device))
     else:
-        llama = pretrained.small_english(device)
+        llama = load("small-english", device=device)
     models = {
         "LLaMA, trained (RMSNorm)": llama,
         "GPT-2, trained (LayerNorm)": gpt2(recipe, device, trained=True),

@@ -35,7 +35,7 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools import small_english as small
 from analyses.tools.learn_mask import BATCH as BATCH_OF_MASK
 from analyses.tools.learn_mask import learn_mask
-from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import inclusion_interval
@@ -280,7 +280,7 @@ def run(setting: Setting) -> Tables:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source: Any = pretrained.small_english()
+        source: Any = load("small-english")
         if smoke:
             source = small.bridged(small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model())
         english = expose_neuron_heads(source.to(setting.device), copy=True).model

@@ -52,13 +52,14 @@ from torch.nn.utils.rnn import pad_sequence
 from attn_only_lens import Contrast, Work, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.heads import HeadName
+from attn_only_lens.patching.results import Sweep
 
 K = 20
 EXAMPLES = 10
 QUIET = Work(progress=False)
 RESAMPLES = 200
 
-Method: TypeAlias = Callable[..., p.Sweep]
+Method: TypeAlias = Callable[..., Sweep]
 Floats: TypeAlias = Float[np.ndarray, "..."]
 
 
@@ -207,7 +208,7 @@ def on_prompts(
     return replace(seen, parts=parts)
 
 
-def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
+def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> Sweep:
     """Return the effects of all components, estimated or measured."""
     everywhere = p.Sites(positions="all")
     return method(

@@ -42,10 +42,11 @@ from analyses.tools.small_english import (
     questions,
 )
 from analyses.tools.training import Training, claim, put_back, train
-from attn_only_lens import Contrast, grow, growth
-from attn_only_lens.growth import Weights
+from attn_only_lens import Contrast, grow
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
+from attn_only_lens.growth.expansion.weights import Weights
+from attn_only_lens.growth.models._grow import read
 from attn_only_lens.models.in_place import copy_model
 
 HELD_OUT = 200  # prompts per task that begin no sentence in the texts
@@ -245,7 +246,7 @@ def run(
     def one(training: Training, step: int) -> dict[str, int]:
         tokens, model, stage = batch(plan, step), training.model, len(training.history)
         if stage not in weights:
-            weights[stage] = growth.read(model)
+            weights[stage] = read(model)
         loss = loss_of(model.original_model, tokens.to(device))
         training.optimizer.zero_grad()
         loss.backward()

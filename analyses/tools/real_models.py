@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attn_only_lens import Contrast, pretrained
+from attn_only_lens import Contrast, load, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer
@@ -37,7 +37,7 @@ def trained(folder: Path, device: str, *, smoke: bool) -> Iterator[tuple[str, An
         device: the device of models and prompts.
         smoke: whether to leave out the real models.
     """
-    shipped = pretrained.modular_addition(device, torch.float64)
+    shipped = load("modular-addition", device=device, dtype=torch.float64)
     yield "modular_addition", shipped, pretrained.modular_addition_tokens().to(device)
     for name in () if smoke else REAL:
         if (folder / name).is_dir():

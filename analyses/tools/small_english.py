@@ -19,7 +19,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from analyses.tools import small_english_grammar as grammar
-from attn_only_lens import Contrast, pretrained, tasks
+from attn_only_lens import Contrast, load, tasks
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 POOL = 32  # this many batches are written at once, so that each batch has texts of one length
@@ -98,7 +98,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def _shipped_tokenizer() -> Any:
     """Return the same tokenizer with the name of its folder, which TransformerLens asks for."""
-    return pretrained.small_english().tokenizer
+    return load("small-english").tokenizer
 
 
 def bridged(model: PreTrainedModel) -> Any:

@@ -8,15 +8,11 @@ from attn_only_lens.circuits._group_nodes import group_nodes
 from attn_only_lens.circuits._path_expansion import path_expansion
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._transfer import transfer
-from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.search import Search
 from attn_only_lens.circuits.weights._composition import composition
 from attn_only_lens.circuits.weights.token_circuits import copying_scores, token_circuit
 
 __all__ = [
-    "Circuit",
-    "CircuitGraph",
     "Search",
     "attribution_graph",
     "composition",

@@ -116,8 +116,8 @@ def attribution_graph(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
+        >>> model = convert(load("modular-addition"))
         >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
         ...                 p.logit_diff(correct=7, wrong=8))
         >>> graph = circuits.attribution_graph(model, sums, top=20)

@@ -92,10 +92,10 @@ def discover(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
         >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
         ...                 p.logit_diff(correct=7, wrong=8))
-        >>> circuit = circuits.discover(convert(pretrained.modular_addition()), sums)
+        >>> circuit = circuits.discover(convert(load("modular-addition")), sums)
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """

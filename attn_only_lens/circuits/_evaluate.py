@@ -93,8 +93,8 @@ def evaluate(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
+        >>> model = convert(load("modular-addition"))
         >>> sums = [Contrast(torch.tensor([a, 4, 113]), torch.tensor([a, 5, 113]),
         ...                  p.logit_diff(correct=a + 4, wrong=a + 5)) for a in (3, 9)]
         >>> circuit = circuits.discover(model, sums[0])

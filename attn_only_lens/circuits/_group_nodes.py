@@ -128,8 +128,8 @@ def group_nodes(
 
     Example:
         >>> from attn_only_lens import Contrast, circuits, expose_neuron_heads
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        >>> from attn_only_lens import load, patching as p
+        >>> model = expose_neuron_heads(load("small-english"), copy=True).model
         >>> keys = Contrast("The keys near the cabinet", "The key near the cabinet",
         ...                 p.logit_diff(" are", " is"))
         >>> graph = circuits.attribution_graph(model, keys, top=40)

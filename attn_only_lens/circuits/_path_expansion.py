@@ -188,8 +188,8 @@ def path_expansion(
 
     Example:
         >>> from attn_only_lens import Contrast, circuits, expose_neuron_heads
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
+        >>> from attn_only_lens import load, patching as p
+        >>> model = expose_neuron_heads(load("small-english")).model
         >>> keys = Contrast("The keys near the cabinet", None, p.logit_diff(" are", " is"))
         >>> expansion = circuits.path_expansion(model, keys)
         >>> expansion.logits.shape

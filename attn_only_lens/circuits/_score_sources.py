@@ -93,8 +93,8 @@ def score_sources(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import circuits, convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import circuits, convert, load
+        >>> model = convert(load("modular-addition"))
         >>> tokens = torch.tensor([3, 4, 113])
         >>> shares = circuits.score_sources(model, tokens, "L0H2", query=2, key=0)
         >>> shares["writer_q"].unique().tolist()

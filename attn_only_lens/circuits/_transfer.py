@@ -36,8 +36,8 @@ def transfer(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
+        >>> model = convert(load("modular-addition"))
         >>> sums = {f"{a} + 4": Contrast(torch.tensor([a, 4, 113]), torch.tensor([a, 5, 113]),
         ...                              p.logit_diff(a + 4, a + 5)) for a in (3, 9)}
         >>> some = {"3 + 4": circuits.discover(model, sums["3 + 4"])}

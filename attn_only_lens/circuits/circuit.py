@@ -22,6 +22,7 @@ from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import Document
+from attn_only_lens.storage.atomic import AnyPath
 
 SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
@@ -191,30 +192,17 @@ class Circuit:
 
         Example:
             >>> import tempfile, torch
-            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
             >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
             ...                 p.logit_diff(correct=7, wrong=8))
-            >>> circuit = circuits.discover(convert(pretrained.modular_addition()), sums)
+            >>> circuit = circuits.discover(convert(load("modular-addition")), sums)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     circuit.save(f"{folder}/circuit.json")
-            ...     again = circuits.Circuit.load(f"{folder}/circuit.json")
+            ...     again = load(f"{folder}/circuit.json")
             >>> again.frame["effect"].equals(circuit.frame["effect"])
             True
         """
         _DOCUMENT.write(path, circuit=self.body())
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Circuit":
-        """Read a circuit from a file that was written by `save`.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, newer than this package, or not a
-                circuit.
-        """
-        try:
-            return cls.of_body(_DOCUMENT.read(path)["circuit"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} holds no circuit: {error}") from error
 
     def body(self) -> CircuitBody:
         """Return the circuit's attributes as lists, dicts and numbers that JSON can store."""
@@ -237,6 +225,14 @@ class Circuit:
             }
             changed["stability"] = Stability(**{**stability, **tables})
         return cls(**{**body, **frames, **changed})
+
+
+def read_circuit(path: AnyPath) -> Circuit:
+    """Read a circuit from a file; raise CheckpointError if it holds none, or is damaged."""
+    try:
+        return Circuit.of_body(_DOCUMENT.read(path)["circuit"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no circuit: {error}") from error
 
 
 def _plain(value: Any) -> Any:

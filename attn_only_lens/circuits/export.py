@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from attn_only_lens.circuits.circuit import Circuit, CircuitBody
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document
+from attn_only_lens.storage.atomic import AnyPath
 
 _TYPES = {"layer": "Int64", "position": "Int64", "gradient": "float64", "value": "float64"}
 
@@ -76,7 +77,7 @@ def write_graph(path: str | Path, graph: Mapping[str, Any]) -> None:
     _DOCUMENT.write(path, graph={**attributes, **tables, "circuit": circuit})
 
 
-def read_graph(path: str | Path, make: Callable[..., _T]) -> _T:
+def read_attributes(path: AnyPath, make: Callable[..., _T]) -> _T:
     """Return `make(**attributes)` with the attributes in a file that `write_graph` wrote."""
     body = _DOCUMENT.read(path)["graph"]
     try:

@@ -34,10 +34,11 @@ import pandas as pd
 
 from attn_only_lens.arguments import POSITIVE, SHARE
 from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.export import read_graph, write_graph
+from attn_only_lens.circuits.export import read_attributes, write_graph
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.heads.names import count_kinds
+from attn_only_lens.storage.atomic import AnyPath
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k", "gate")
@@ -73,8 +74,8 @@ class CircuitGraph:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
+        >>> model = convert(load("modular-addition"))
         >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(correct=7, wrong=8))
         >>> graph = circuits.attribution_graph(model, one_run, top=20)
         >>> graph.nodes["kind"].value_counts()[["embed", "metric"]].tolist()
@@ -136,26 +137,17 @@ class CircuitGraph:
 
         Example:
             >>> import tempfile, torch
-            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
             >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(7, 8))
             >>> graph = circuits.attribution_graph(
-            ...     convert(pretrained.modular_addition()), one_run, top=20)
+            ...     convert(load("modular-addition")), one_run, top=20)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     graph.save(f"{folder}/graph.json")
-            ...     again = circuits.CircuitGraph.load(f"{folder}/graph.json")
+            ...     again = load(f"{folder}/graph.json")
             >>> again.edges.equals(graph.edges)
             True
         """
         write_graph(path, vars(self))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "CircuitGraph":
-        """Read a graph from a file that was written by `save`.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, newer than this package, or not a graph.
-        """
-        return read_graph(path, cls)
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:
@@ -239,10 +231,10 @@ class CircuitGraph:
 
         Example:
             >>> import torch
-            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p
             >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(7, 8))
             >>> graph = circuits.attribution_graph(
-            ...     convert(pretrained.modular_addition()), one_run, top=20)
+            ...     convert(load("modular-addition")), one_run, top=20)
             >>> graph.to_networkx().nodes["embed@1"]["name"]
             'embed'
         """
@@ -299,3 +291,8 @@ def _through_rest(edges: pd.DataFrame, dropped: _Flags) -> pd.DataFrame:
 def _unknown(what: str, column: "pd.Series[str]", expected: Iterable[str]) -> list[str]:
     unknown = sorted(set(column) - set(expected))
     return [f"got {what} kind {kind!r}; expected one of {list(expected)}" for kind in unknown]
+
+
+def read_graph(path: AnyPath) -> CircuitGraph:
+    """Read a graph from a file; raise CheckpointError if it holds none, or is damaged."""
+    return read_attributes(path, CircuitGraph)

@@ -28,7 +28,7 @@ from attn_only_lens.cli.options import (
 from attn_only_lens.errors import AttnOnlyLensError, InputError
 
 if TYPE_CHECKING:
-    from attn_only_lens.circuits import CircuitGraph
+    from attn_only_lens.circuits.graph import CircuitGraph
 
 OutGraph = Annotated[
     Path,
@@ -37,7 +37,7 @@ OutGraph = Annotated[
 ]
 SaveCircuit = Annotated[
     Path | None,
-    option("also save the circuit (.json), for `evaluate` and `circuits.Circuit.load`", OUTPUT),
+    option("also save the circuit (.json), for `evaluate` and for `load` in Python", OUTPUT),
     output_file(".json"),
 ]
 
@@ -213,11 +213,12 @@ def evaluate(
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     from attn_only_lens import circuits
+    from attn_only_lens.circuits.circuit import read_circuit
     from attn_only_lens.engine.metrics import as_metric
     from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.work import Work
 
-    saved = circuits.Circuit.load(circuit)
+    saved = read_circuit(circuit)
     loaded, contrast = prompts.run(model)
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, contrast)

@@ -35,7 +35,7 @@ from attn_only_lens.errors import AttnOnlyLensError, ComparisonError, InputError
 from attn_only_lens.models.names import model_reasons
 
 if TYPE_CHECKING:
-    from attn_only_lens.growth import Comparison
+    from attn_only_lens.growth.comparison.results import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
 _MEANINGS = (
@@ -101,16 +101,18 @@ def compare(
     ]
     import torch
 
+    from attn_only_lens import compare as compare_models
     from attn_only_lens import viz
-    from attn_only_lens._load import is_hooked
+    from attn_only_lens._load_model import is_hooked
     from attn_only_lens.engine.contrast import Contrast
-    from attn_only_lens.growth import ComparisonSizes, read_provenance
-    from attn_only_lens.growth import compare as compare_models
+    from attn_only_lens.growth import ComparisonSizes
+    from attn_only_lens.growth.models.grown_folder import read_provenance
+    from attn_only_lens.models.source_folder import PROVENANCE
     from attn_only_lens.viz.page import import_extra
 
     import_extra("plotly")
     measure = metric.build_metric(isinstance(both[0], torch.Tensor))
-    became = read_provenance(provenance or grown)
+    became = read_provenance(Path(provenance or grown) / PROVENANCE)
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folders = [model, str(grown)] + ([] if null is None else [str(null)])
     hooked = is_hooked(grown)

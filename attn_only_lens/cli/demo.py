@@ -31,6 +31,7 @@ def demo(
         Work,
         explain,
         expose_neuron_heads,
+        load,
         pretrained,
         tasks,
         viz,
@@ -38,7 +39,7 @@ def demo(
     from attn_only_lens.neurons import Corpus, neuron_statistics
     from attn_only_lens.patching import logit_diff
 
-    model = expose_neuron_heads(pretrained.small_english(), check=CLEAN).model
+    model = expose_neuron_heads(load("small-english"), check=CLEAN).model
     typer.echo("A 4-layer language model. With neurons as heads, its logits are bitwise the same.")
     typer.echo(f"Why does {CLEAN!r} continue with 'are', and not 'is'?")
     typer.echo(f"{PAIRS} such sentences show it, and {PAIRS} others test the answer.\n")

@@ -134,10 +134,8 @@ class HeadOptions(ModelOptions):
             return super().with_neuron_heads()
         from attn_only_lens import transcoders
         from attn_only_lens.heads.host import transcoder_reasons
-        from attn_only_lens.pretrained import small_english_transcoders
 
-        shipped = self.transcoders == _SHIPPED
-        weights = small_english_transcoders() if shipped else transcoders.load(self.transcoders)
+        weights = transcoders.load(self.transcoders)
         loaded = self.load()
         if transcoder_reasons(loaded):
             raise AttnOnlyLensError(
@@ -206,9 +204,9 @@ class PromptOptions(MetricOptions):
         """The contrast in the file of --pairs, if the file is a contrast that was saved."""
         if self.pairs is None or self.pairs.suffix != ".json":
             return None
-        from attn_only_lens.engine.contrast import Contrast
+        from attn_only_lens.engine.contrast import read_contrast
 
-        return Contrast.load(self.pairs)
+        return read_contrast(self.pairs)
 
     @property
     def n_pairs(self) -> int:
@@ -339,7 +337,7 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model by name or from a folder, and print a one-line description to stderr."""
-    from attn_only_lens._load import load
+    from attn_only_lens._load_model import load_model as load
 
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
         loaded = load(model, dtype=dtype, device=device, hooked=hooked)

@@ -50,15 +50,15 @@ def picture(
     )
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
-    from attn_only_lens.circuits import CircuitGraph
-    from attn_only_lens.patching import Sweep
+    from attn_only_lens.circuits.graph import read_graph
+    from attn_only_lens.patching.results import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
     from attn_only_lens.viz.figures import MOST_ROWS
 
     if source.suffix == ".json":
-        write_html(circuit_view(CircuitGraph.load(source)), out)
+        write_html(circuit_view(read_graph(source)), out)
     else:
-        sweep = Sweep.load(source)
+        sweep = Sweep.read(source)
         n_names = sweep.frame["name"].nunique()
         if bars is None and rows == "name" and n_names > MOST_ROWS:
             raise AttnOnlyLensError(

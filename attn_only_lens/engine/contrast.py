@@ -26,6 +26,7 @@ from attn_only_lens.engine.prompts import (
 )
 from attn_only_lens.engine.tokens import array_as_tensor, require_model
 from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.storage.atomic import AnyPath
 
 _PROBLEM = "this is no contrast"
 _REPR = Repr()
@@ -203,42 +204,37 @@ class Contrast:
     def save(self, path: str | Path) -> None:
         """Write the contrast to a JSON file atomically.
 
-        If the metric is your own function, the file has only its name, and `load` needs the metric.
+        If the metric is your own function, the file has only its name, and `load` needs `metric`.
 
         Raises:
             CheckpointError: the file cannot be written.
 
         Example:
             >>> import tempfile
-            >>> from attn_only_lens import Contrast, patching as p
+            >>> from attn_only_lens import Contrast, load, patching as p
             >>> keys = Contrast("The keys", "The key", p.logit_diff(" are", " is"))
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     keys.save(f"{folder}/contrast.json")
-            ...     again = Contrast.load(f"{folder}/contrast.json")
+            ...     again = load(f"{folder}/contrast.json")
             >>> again.clean, again.metric.name
             ('The keys', "logit_diff(' are', ' is')")
         """
         DOCUMENT.write(path, contrast=as_body(vars(self)))
 
-    @classmethod
-    def load(cls, path: str | Path, metric: AnyMetric | None = None) -> "Contrast":
-        """Read a contrast from a file that was written by `save`.
 
-        Args:
-            path: the file.
-            metric: the metric of the file, if it is your own function.
+def read_contrast(path: AnyPath, metric: AnyMetric | None = None) -> Contrast:
+    """Read a contrast from a file; `metric` is the file's metric, if it is a user's function.
 
-        Raises:
-            CheckpointError: the file is missing, damaged, newer than this package, or not a
-                contrast.
-            InputError: the metric is missing, or has another name than the metric of the file.
-        """
-        body = DOCUMENT.read(path)["contrast"]
-        metric = metric_of(body["metric"], metric, path)
-        try:
-            return cls(**fields_of(body) | {"metric": metric})
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} holds no contrast: {error}") from error
+    Raises:
+        CheckpointError: the file is missing, damaged, newer than this package, or not a contrast.
+        InputError: the metric is missing, or has another name than the metric of the file.
+    """
+    body = DOCUMENT.read(path)["contrast"]
+    metric = metric_of(body["metric"], metric, path)
+    try:
+        return Contrast(**fields_of(body) | {"metric": metric})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no contrast: {error}") from error
 
 
 def contrast_reasons(contrast: object, *, both: bool = True) -> list[str]:

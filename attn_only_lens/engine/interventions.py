@@ -134,8 +134,8 @@ def ablated(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import expose_neuron_heads, patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, patching as p
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> tokens = torch.tensor([[3, 4, 113]])
         >>> before = model(tokens)
         >>> with p.ablated(model, ["L0N7", "L0H1"], to="mean", prompts=tokens):
@@ -195,8 +195,8 @@ def steered(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import expose_neuron_heads, patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, patching as p
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> tokens = torch.tensor([[3, 4, 113]])
         >>> before = model(tokens)
         >>> with p.steered(model, {"L0N7": 4.0}, positions=2):

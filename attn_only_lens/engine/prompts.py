@@ -329,10 +329,10 @@ def chat_tokens(
             messages or returns no tokens. The error lists every reason.
 
     Example:
-        >>> from attn_only_lens import chat_tokens, pretrained
+        >>> from attn_only_lens import chat_tokens, load
         >>> from attn_only_lens.errors import InputError
         >>> try:
-        ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
+        ...     chat_tokens(load("modular-addition"), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
         the model has no tokenizer; expected a chat model's tokenizer, or prompts that are texts

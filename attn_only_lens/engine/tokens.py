@@ -139,8 +139,9 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
         UnsupportedCallError: the model cannot take a string, or the tokens are not one prompt.
 
     Example:
-        >>> from attn_only_lens import pretrained, token_texts
-        >>> token_texts(pretrained.modular_addition(), [3, 4, 113])  # it has no tokenizer
+        >>> from attn_only_lens import load
+        >>> from attn_only_lens.engine.tokens import token_texts
+        >>> token_texts(load("modular-addition"), [3, 4, 113])  # it has no tokenizer
         ['3', '4', '113']
     """
     if isinstance(tokens, str):
@@ -259,8 +260,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
     A text that contains the unknown token itself, such as "<unk>", is not reported.
 
     Example:
-        >>> from attn_only_lens import pretrained
-        >>> unknown_words(pretrained.small_english().tokenizer, "The kezs near the  cabinet!")
+        >>> from attn_only_lens import load
+        >>> unknown_words(load("small-english").tokenizer, "The kezs near the  cabinet!")
         ['kezs', ' ', '!']
     """
     unknown = getattr(tokenizer, "unk_token_id", None)

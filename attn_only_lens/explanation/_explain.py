@@ -89,8 +89,8 @@ def explain(
 
     Example:
         >>> from attn_only_lens import Contrast, explain, expose_neuron_heads
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+        >>> from attn_only_lens import load, patching as p
+        >>> model = expose_neuron_heads(load("small-english"), copy=True).model
         >>> why = explain(model, Contrast("The keys near the cabinet", "The key near the cabinet",
         ...                               p.logit_diff(" are", " is")))
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]

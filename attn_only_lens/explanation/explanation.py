@@ -308,9 +308,9 @@ class Explanation:
     def save(self, folder: str | Path) -> None:
         """Write the explanation to a folder, atomically.
 
-        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `contrast.json`
-        (for `Contrast.load`), `circuit.json` (for `Circuit.load`), `graph.json` (for
-        `CircuitGraph.load`) and `attribution.parquet` (for `patching.Sweep.load`).
+        The folder contains `page.html` and `explanation.csv` (the frame from `table`); and
+        `contrast.json`, `circuit.json`, `graph.json` and `attribution.parquet`, which
+        `attn_only_lens.load` reads.
         """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))

@@ -49,9 +49,9 @@ class GeneralizedSiLU:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, pretrained
+        >>> from attn_only_lens import convert, load, pretrained
         >>> from attn_only_lens.gates import GeneralizedSiLU
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> model, tokens = load("modular-addition"), pretrained.modular_addition_tokens()[:7]
         >>> swish = GeneralizedSiLU(a_1=0.5, a_2=2.0)
         >>> for block in model.blocks:
         ...     block.mlp.act_fn = swish

@@ -7,11 +7,8 @@ Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Trans
 Architectures" (the growth paper), theorems 3.1 to 3.6.
 """
 
-from attn_only_lens.growth.comparison._compare import compare
 from attn_only_lens.growth.comparison.options import ComparisonSizes
-from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.expansion import initialise as init
-from attn_only_lens.growth.expansion.activations import activation_map
 from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.heads import AddHeads
 from attn_only_lens.growth.expansion.layers import InsertLayer
@@ -19,27 +16,15 @@ from attn_only_lens.growth.expansion.neurons import AddNeurons
 from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
 from attn_only_lens.growth.expansion.stream import WidenStream
 from attn_only_lens.growth.expansion.values import WidenValues
-from attn_only_lens.growth.expansion.weights import Axis, Weights
-from attn_only_lens.growth.models._grow import grow, identity, read
-from attn_only_lens.growth.models.grown_folder import read_provenance
 
 __all__ = [
     "AddHeads",
     "AddNeurons",
-    "Axis",
-    "Comparison",
     "ComparisonSizes",
     "InsertLayer",
-    "Weights",
     "WidenQueriesAndKeys",
     "WidenStream",
     "WidenValues",
-    "activation_map",
-    "compare",
     "compose",
-    "grow",
-    "identity",
     "init",
-    "read",
-    "read_provenance",
 ]

@@ -89,8 +89,8 @@ class HeadName:
                 model has no neuron-heads, or no such hook point.
 
         Example:
-            >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, pretrained
-            >>> name, model = HeadName.parse("L0N7"), pretrained.modular_addition()
+            >>> from attn_only_lens import HeadName, convert, expose_neuron_heads, load
+            >>> name, model = HeadName.parse("L0N7"), load("modular-addition")
             >>> name.hook("z", convert(model))
             'blocks.1.attn.hook_z'
             >>> name.hook("z", expose_neuron_heads(model).model)

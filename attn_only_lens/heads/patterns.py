@@ -42,8 +42,8 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
             or was made when the neurons had another number of heads.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neuron_pattern, pretrained
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> pattern = neuron_pattern(cache, "L0N7")
         >>> pattern.shape, bool((pattern.sum(-1) - 1).abs().max() < 1e-6)
@@ -69,8 +69,8 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         UnsupportedCallError: see `neuron_pattern`.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neuron_gate, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neuron_gate, pretrained
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> neuron_gate(cache, "L0N7").shape
         torch.Size([5, 3])
@@ -145,8 +145,8 @@ def dense_pattern(
     for `neuron_pattern`.
 
     Example:
-        >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import dense_pattern, expose_neuron_heads, load, pretrained
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> dense_pattern(cache, "L0N7").shape
         torch.Size([5, 3, 4])

@@ -78,9 +78,9 @@ def detach(model: Any) -> None:
         UnsupportedCallError: the argument is not a model.
 
     Example:
-        >>> from attn_only_lens import pretrained, transcoders
-        >>> model = pretrained.small_english()
-        >>> attached = transcoders.attach(model, pretrained.small_english_transcoders())
+        >>> from attn_only_lens import load, transcoders
+        >>> model = load("small-english")
+        >>> attached = transcoders.attach(model, transcoders.load("small-english"))
         >>> attached
         <AttachedTranscoders of small-english-4l, layers 0, 1, 2, 3: error='node'>
         >>> transcoders.detach(model)
@@ -155,8 +155,8 @@ def attach(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import pretrained, transcoders
-        >>> model = pretrained.small_english()
+        >>> from attn_only_lens import load, transcoders
+        >>> model = load("small-english")
         >>> tokens = model.to_tokens("The keys near the cabinet")
         >>> before = model(tokens)
         >>> W_enc = torch.randn(128, 307) / 128**0.5

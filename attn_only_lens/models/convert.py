@@ -70,8 +70,8 @@ def convert(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Bilinear, convert, pretrained
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import Bilinear, convert, load, pretrained
+        >>> model = load("modular-addition")
         >>> tokens = pretrained.modular_addition_tokens()[:11]
         >>> attn_only = convert(model, check=tokens)
         >>> attn_only.verification.max_abs_logit < 1e-4

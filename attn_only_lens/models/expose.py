@@ -60,9 +60,9 @@ class ExposedNeurons:
         verification: what `check` measured; None without a check.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained
+        >>> from attn_only_lens import expose_neuron_heads, load
         >>> from attn_only_lens.models import ExposedNeurons
-        >>> model = pretrained.modular_addition()
+        >>> model = load("modular-addition")
         >>> exposed = expose_neuron_heads(model)
         >>> isinstance(exposed, ExposedNeurons), "blocks.0.mlp.hook_neuron_act" in model.hook_dict
         (True, True)
@@ -168,8 +168,8 @@ def expose_neuron_heads(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import expose_neuron_heads, neuron_pattern, pretrained
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import expose_neuron_heads, load, neuron_pattern, pretrained
+        >>> model = load("modular-addition")
         >>> tokens = pretrained.modular_addition_tokens()[:11]
         >>> with expose_neuron_heads(model):
         ...     _, cache = model.run_with_cache(tokens)

@@ -174,9 +174,9 @@ def original_neuron(model: Any, name: str) -> str:
         UnsupportedCallError: the model has no neuron-heads.
 
     Example:
-        >>> from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, pretrained
+        >>> from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, load
         >>> from attn_only_lens import original_neuron
-        >>> bridge = pretrained.small_english()
+        >>> bridge = load("small-english")
         >>> gate = Bilinear(4, calibration=calibrate(bridge, "The keys near the cabinet are old."))
         >>> model = expose_neuron_heads(bridge, copy=True, gate=gate).model
         >>> [original_neuron(model, name) for name in ("L1N27", "L1N28", "L1N31", "L1H2")]

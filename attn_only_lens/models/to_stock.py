@@ -97,8 +97,8 @@ def to_stock(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, pretrained, to_stock
-        >>> attn_only = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import convert, load, pretrained, to_stock
+        >>> attn_only = convert(load("modular-addition"))
         >>> stock = to_stock(attn_only)
         >>> type(stock).__name__, stock.cfg.attn_only, stock.cfg.attn_types
         ('HookedTransformer', True, ['global', 'local'])

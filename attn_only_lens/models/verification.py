@@ -41,9 +41,9 @@ class Verification:
             the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained
+        >>> from attn_only_lens import expose_neuron_heads, load, pretrained
         >>> tokens = pretrained.modular_addition_tokens()[:101]
-        >>> exposed = expose_neuron_heads(pretrained.modular_addition(), check=tokens)
+        >>> exposed = expose_neuron_heads(load("modular-addition"), check=tokens)
         >>> exposed.verification.bitwise, exposed.verification.top1_agreement
         (True, 1.0)
         >>> list(exposed.verification.by_layer["point"])

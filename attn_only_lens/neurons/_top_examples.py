@@ -87,8 +87,8 @@ def top_examples(
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neurons
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113], [3, 4, 113]], ends="largest")
         >>> frame = neurons.top_examples(model, ["L0N7"], corpus, k=2)
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
@@ -117,8 +117,8 @@ def neuron_statistics(
         The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neurons
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
         >>> statistics = neurons.neuron_statistics(model, ["L0N7"], corpus, k=2)
         >>> counts, edges = statistics.histogram("L0N7", "gate")
@@ -156,8 +156,8 @@ def corpus_statistics(
         with `save` and drawn with `viz.neuron_page`.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neurons
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> names, corpus = ["L0N7", "L0H2"], neurons.Corpus([[3, 4, 113], [5, 7, 113]])
         >>> both = neurons.corpus_statistics(model, names, corpus, k=2)
         >>> both.neurons.names, both.heads.names

@@ -69,11 +69,12 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         InputError: the frame lacks columns of `top_examples`, or does not contain the neuron.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neurons
+        >>> from attn_only_lens.neurons.statistics import examples_of
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
         >>> frame = neurons.top_examples(model, ["L0N7"], corpus, k=2)
-        >>> neurons.examples_of(frame, "L0N7")[0].tokens
+        >>> examples_of(frame, "L0N7")[0].tokens
         ['3', '4', '113']
     """
     problem = "no examples can be taken from this frame"
@@ -167,12 +168,7 @@ class _Statistics:
         return Path(path)
 
     @classmethod
-    def load(cls, path: AnyPath) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: the file cannot be read, has another format, or is damaged.
-        """
+    def read(cls, path: AnyPath) -> Self:
         tensors, said = read_tensors(path, cls._document)
         examples = {key: x for key, x in tensors.items() if key.startswith((*ENDS, *QUADRANTS))}
         counts = {key: x for key, x in tensors.items() if key not in examples}

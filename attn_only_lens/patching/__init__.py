@@ -21,15 +21,12 @@ from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._path_patch import path_patch
 from attn_only_lens.patching.edges import Edges
 from attn_only_lens.patching.estimate import Estimate
-from attn_only_lens.patching.results import Paths, Sweep
 
 __all__ = [
     "Ablation",
     "Edges",
     "Estimate",
-    "Paths",
     "Sites",
-    "Sweep",
     "ablated",
     "activation_patch",
     "agreement",

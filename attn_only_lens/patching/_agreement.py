@@ -32,12 +32,13 @@ def agreement(exact: Sweep, approx: Sweep, k: int = TOP) -> pd.DataFrame:
     Example:
         >>> import pandas as pd
         >>> from attn_only_lens import patching as p
+        >>> from attn_only_lens.patching.results import Sweep
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [2, 5, 7],
         ...                        "name": ["L0N2", "L0N5", "L0N7"], "position": -1,
         ...                        "value": [1.0, 2.0, -1.0]})
         >>> run = {"part": "z", "direction": "denoise", "metric": "logit_diff(7, 8)",
         ...        "clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1, "model": "adder"}
-        >>> exact, approx = p.Sweep(values, **run), p.Sweep(values[::-1], **run)
+        >>> exact, approx = Sweep(values, **run), Sweep(values[::-1], **run)
         >>> p.agreement(exact, approx, k=2).round(6).to_dict("records")
         [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
     """

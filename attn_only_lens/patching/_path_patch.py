@@ -98,8 +98,8 @@ def path_patch(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, convert, load, patching as p
+        >>> model = convert(load("modular-addition"))
         >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
         ...                 p.logit_diff(correct=7, wrong=8))
         >>> edges = p.Edges(p.Sites("heads", positions=-1), "neurons", part="z")

@@ -42,6 +42,7 @@ from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.site_groups import SiteGroup, site_rows
 from attn_only_lens.storage import Document
+from attn_only_lens.storage.atomic import AnyPath
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
@@ -201,8 +202,7 @@ class ScoredFrame:
         write_table(path, self.frame, self._document(), **settings)
 
     @classmethod
-    def load(cls: "type[_Results]", path: str | Path) -> "_Results":
-        """Read a file that `save` wrote."""
+    def read(cls: "type[_Results]", path: AnyPath) -> "_Results":
         frame, document = read_table(path, cls._document())
         settings = {name: document[name] for name in cls._settings()}
         if settings["tokens"] is not None:
@@ -300,9 +300,10 @@ class Sweep(ScoredFrame):
     Example:
         >>> import pandas as pd
         >>> from attn_only_lens import patching as p
+        >>> from attn_only_lens.patching.results import Sweep
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
         ...                        "name": ["L0N5", "L0N7"], "position": -1, "value": [2.0, -1.0]})
-        >>> sweep = p.Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
+        >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
         ...                 clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="adder")
         >>> sweep.to_frame()["score"].tolist(), sweep.top(1)["name"].tolist()
         ([0.75, 0.0], ['L0N5'])
@@ -399,11 +400,12 @@ class Sweep(ScoredFrame):
         Example:
             >>> import pandas as pd
             >>> from attn_only_lens import patching as p
+            >>> from attn_only_lens.patching.results import Sweep
             >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
             ...                        "name": ["L0N5", "L0N7"], "position": -1,
             ...                        "value": [2.0, -0.8], "value_standard_error": 0.4,
             ...                        "score_standard_error": 0.1})
-            >>> sweep = p.Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
+            >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff(7, 8)",
             ...                 clean_value=3.0, corrupted_value=-1.0, n_prompts=8, model="adder")
             >>> sweep.significance()[["name", "effect", "p", "q"]].round(4).to_numpy().tolist()
             [['L0N5', 0.75, 0.0001, 0.0004], ['L0N7', 0.05, 0.6324, 0.9486]]
@@ -527,9 +529,10 @@ class Paths(ScoredFrame):
     Example:
         >>> import pandas as pd
         >>> from attn_only_lens import patching as p
+        >>> from attn_only_lens.patching.results import Paths
         >>> values = pd.DataFrame({"sender": "L0H1", "receiver": ["L0N5", "logits"],
         ...                        "position": 2, "value": [2.0, -1.0]})
-        >>> paths = p.Paths(values, part="z", scale="held", direction="denoise",
+        >>> paths = Paths(values, part="z", scale="held", direction="denoise",
         ...                 metric="logit_diff(7, 8)", clean_value=3.0, corrupted_value=-1.0,
         ...                 n_prompts=1, n_paths=2, model="adder")
         >>> paths.to_frame()["score"].tolist(), paths.top(1)["receiver"].tolist()

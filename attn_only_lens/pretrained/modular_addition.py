@@ -1,9 +1,13 @@
 """A one-layer transformer, shipped with the package, that was trained to add modulo 113.
 
-The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
-HookedTransformer, the model is loaded as a TransformerBridge. TransformerLens' conversion to a
-bridge silently ignores most HookedTransformerConfig fields. `load_bridge` must therefore load no
-other model; for this one, the tests check the logits.
+It was trained until it generalised, as in Nanda et al. (2023), "Progress measures for grokking via
+mechanistic interpretability". It has d_model 128, 4 heads, d_mlp 512, the activation silu, no
+normalisation and no biases. The input is (a, b, '='), and the largest of the 113 logits at the last
+position is the answer. The model card is `data/modular_addition/README.md`.
+
+With transformer-lens 4, which has no HookedTransformer, the model is loaded as a TransformerBridge.
+TransformerLens' conversion to a bridge silently ignores most HookedTransformerConfig fields.
+`load_bridge` must therefore load no other model; for this one, the tests check the logits.
 """
 
 from importlib.resources import as_file, files
@@ -18,7 +22,12 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source, parse_device, parse_dtype, read_folder
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer, convert_tl_checkpoint
+from attn_only_lens.tl import (
+    HAS_HOOKED_TRANSFORMER,
+    HookedTransformer,
+    convert_tl_checkpoint,
+    require_hooked_transformer,
+)
 
 MODULUS = 113
 
@@ -42,35 +51,19 @@ def load_bridge(
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def modular_addition(
-    device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    hooked: bool = False,
 ) -> HookedTransformer:
-    """Return a one-layer transformer that was trained to add modulo 113.
-
-    The model was trained until it generalised, as in Nanda et al., "Progress measures for grokking
-    via mechanistic interpretability" (2023).
-    The model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no
-    biases. The input is (a, b, '='). The largest of the 113 logits at the last position is the
-    answer.
-
-    Args:
-        device: the device of the model.
-        dtype: the floating-point type of the model; it was trained in float32.
-
-    Returns:
-        A stock `HookedTransformer`, ready to convert; with transformer-lens 4, the same model as a
-        `TransformerBridge`, for `expose_neuron_heads`.
+    """Return the model, with transformer-lens 3.9 as a HookedTransformer, otherwise as a bridge.
 
     Raises:
+        UnsupportedCallError: `hooked` is True, but transformer-lens 4 has no HookedTransformer.
         CheckpointError: the installed files are damaged.
-
-    Example:
-        >>> from attn_only_lens import pretrained
-        >>> model = pretrained.modular_addition()
-        >>> tokens = pretrained.modular_addition_tokens()
-        >>> answers = model(tokens)[:, -1].argmax(-1)
-        >>> bool((answers == (tokens[:, 0] + tokens[:, 1]) % 113).all())
-        True
     """
+    if hooked:
+        require_hooked_transformer("modular-addition as a HookedTransformer")
     with as_file(files(__package__) / "data" / "modular_addition") as folder:
         if HAS_HOOKED_TRANSFORMER:
             return load_source(folder, dtype=dtype, device=device)
@@ -81,10 +74,16 @@ def modular_addition(
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
     """Return the tokens (a, b, '=') of all 113 * 113 problems, sorted by a, then b.
 
+    The model gives the answer, (a + b) mod 113, at the last position.
+
     Example:
-        >>> from attn_only_lens import pretrained
-        >>> pretrained.modular_addition_tokens()[114].tolist()
+        >>> from attn_only_lens import load, pretrained
+        >>> tokens = pretrained.modular_addition_tokens()
+        >>> tokens[114].tolist()
         [1, 1, 113]
+        >>> answers = load("modular-addition")(tokens)[:, -1].argmax(-1)
+        >>> bool((answers == (tokens[:, 0] + tokens[:, 1]) % 113).all())
+        True
     """
     numbers, equals = torch.arange(MODULUS + 1, device="cpu").split([MODULUS, 1])
     return torch.cartesian_prod(numbers, numbers, equals)

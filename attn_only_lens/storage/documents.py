@@ -24,15 +24,6 @@ from attn_only_lens.storage.atomic import AnyPath, as_path, write_text
 from attn_only_lens.storage.checks import type_mismatches
 
 _SHOWN = 5
-_READERS = {
-    "attn_only_lens": "load",
-    "attn_only_lens.Circuit": "circuits.Circuit.load",
-    "attn_only_lens.CircuitGraph": "circuits.CircuitGraph.load",
-    "attn_only_lens.Contrast": "Contrast.load",
-    "attn_only_lens.Paths": "patching.Paths.load",
-    "attn_only_lens.Sweep": "patching.Sweep.load",
-}
-"""The functions that read the files that users open most, by format."""
 _MADE_BY = {
     "attn_only_lens.Circuit": "Circuit.save writes it, or --save-circuit of explain and circuit",
     "attn_only_lens.CircuitGraph": "CircuitGraph.save writes it, or --out graph.json of explain "
@@ -65,7 +56,7 @@ class Document:
             whole["sha256"] = _seal(whole)
             text = json.dumps(whole, indent=indent) + "\n"
             text.encode()
-            wrong = self._wrong(_parse(text, Path(self.format)))
+            wrong = self._wrong(parse(text, Path(self.format)))
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"this cannot be written as JSON: {error}") from error
         if wrong:
@@ -82,15 +73,13 @@ class Document:
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
         """Read a document from a string that was stored in the file `path`."""
-        return self._check(_parse(text, path), path)
+        return self._check(parse(text, path), path)
 
     def _check(self, whole: Any, path: Path) -> dict[str, Any]:
-        got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
-        if got != self.format:
-            hint = f", which {_READERS[got]} opens" if got in _READERS else ""
+        if (got := format_of(whole)) != self.format:
             made = f": {_MADE_BY[self.format]}" if self.format in _MADE_BY else ""
             expected = f"expected {self.format!r}{made}"
-            raise CheckpointError(f"{path} has format {got!r}{hint}; {expected}")
+            raise CheckpointError(f"{path} has format {got!r}; {expected}")
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
             raise CheckpointError(
@@ -113,6 +102,11 @@ class Document:
         return "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
 
 
+def format_of(whole: Any) -> Any:
+    """Return the name of the format of a document, or the type of other JSON values."""
+    return whole.get("format") if isinstance(whole, dict) else type(whole).__name__
+
+
 def _seal(whole: Mapping[str, Any]) -> str:
     text = json.dumps({k: v for k, v in whole.items() if k != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -131,10 +125,11 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:
         raise CheckpointError(*file_reasons(path))
-    return _parse(text, path)
+    return parse(text, path)
 
 
-def _parse(text: str, path: Path) -> Any:
+def parse(text: str, path: Path) -> Any:
+    """Return the value of a JSON text from the file `path`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ from attn_only_lens.arguments import ending_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.atomic import AnyPath, as_path, atomic_write
+from attn_only_lens.storage.documents import format_of, parse, read_json
 
 _KEY = b"attn_only_lens"
 _NUMBERS = ("int64", "float64")
@@ -93,12 +94,22 @@ def read_table_document(path: Path, document: Document) -> dict[str, Any]:
     """Read the JSON document of a table, without reading the table's rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
+    return document.parse(_parquet_document(path), path)
+
+
+def table_format(path: Path) -> Any:
+    """Return the name of the format of a table's document."""
+    whole = parse(_parquet_document(path), path) if _is_parquet(path) else read_json(_sidecar(path))
+    return format_of(whole)
+
+
+def _parquet_document(path: Path) -> str:
     _, pq = _pyarrow()
     with _as_checkpoint_error(path):
         text = (pq.read_schema(path).metadata or {}).get(_KEY)
         if text is None:
             raise CheckpointError(f"{path} cannot be read: attn-only-lens did not write it")
-        return document.parse(text.decode("utf-8"), path)
+        return str(text.decode("utf-8"))
 
 
 @contextmanager

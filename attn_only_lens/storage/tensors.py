@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.atomic import AnyPath, as_path
-from attn_only_lens.storage.documents import Document
+from attn_only_lens.storage.documents import Document, format_of, parse
 
 _KEY = "attn_only_lens"
 
@@ -47,12 +48,9 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors and the document of a safetensors file."""
     path = as_path(path)
-    try:
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors, torch and the file system raise different errors
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+    with _opened(path) as file:
+        text = (file.metadata() or {}).get(_KEY)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     if document is None:
         return tensors, {}
     if text is None:
@@ -61,3 +59,19 @@ def read_tensors(
     if fields["tensors"] != tensor_digest(sorted(tensors.items())):
         raise CheckpointError(f"{path} was changed after it was written: its tensors differ")
     return tensors, fields
+
+
+def tensors_format(path: Path) -> Any:
+    """Return the name of the format of a safetensors file's document, or None if it has none."""
+    with _opened(path) as file:
+        text = (file.metadata() or {}).get(_KEY)
+    return text and format_of(parse(text, path))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except Exception as error:  # safetensors, torch and the file system raise different errors
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error

@@ -54,8 +54,8 @@ def from_pair(
             reason.
 
     Example:
-        >>> from attn_only_lens import Contrast, patching as p, pretrained, tasks
-        >>> model = pretrained.small_english()
+        >>> from attn_only_lens import Contrast, load, patching as p, tasks
+        >>> model = load("small-english")
         >>> keys = Contrast("The keys near the cabinet", "The key near the cabinet",
         ...                 p.logit_diff(" are", " is"))
         >>> pairs = tasks.from_pair(model, 8, keys, {
@@ -184,10 +184,10 @@ def solved_by(model: Any, contrast: Contrast) -> Contrast:
         InputError: the metric is not a difference of two answers, or no pairs are left.
 
     Example:
-        >>> from attn_only_lens import Contrast, patching as p, pretrained, tasks
+        >>> from attn_only_lens import Contrast, load, patching as p, tasks
         >>> clean, corrupted = ["The keys", "The key"], ["The key", "The keys"]
         >>> pairs = Contrast(clean, corrupted, p.logit_diff([" are"] * 2, [" is"] * 2))
-        >>> tasks.solved_by(pretrained.small_english(), pairs).clean
+        >>> tasks.solved_by(load("small-english"), pairs).clean
         ('The keys',)
     """
     reasons = contrast_reasons(contrast)

@@ -86,8 +86,8 @@ def fidelity(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import pretrained, transcoders
-        >>> model, W = pretrained.small_english(), torch.eye(128)
+        >>> from attn_only_lens import load, pretrained, transcoders
+        >>> model, W = load("small-english"), torch.eye(128)
         >>> nothing = transcoders.Transcoder(W, 0 * W, torch.zeros(128), torch.zeros(128))
         >>> result = transcoders.fidelity(model, {2: nothing}, pretrained.small_english_texts()[:3])
         >>> result.loss_recovered

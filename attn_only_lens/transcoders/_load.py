@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ _AFTER_NORM = {
     "mlp.hook_out": False,
     "post_feedforward_layernorm.output": True,
 }
+_SHIPPED = "small-english"
+_SHIPPED_FOLDER = ("pretrained", "data", "small_english", "transcoders", "weights")
 _WEIGHTS = (".safetensors", ".npz")
 _NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # from SAELens
 _LAYER = re.compile(r"layers?[_.](\d+)")
@@ -80,6 +83,9 @@ def load(
 ) -> dict[int, Transcoder]:
     """Load transcoders from one file, or from a folder with one file per layer.
 
+    "small-english" loads the transcoders that ship with this model: JumpReLU transcoders of each
+    MLP's input (the output of the norm, including its gain), stored in float16.
+
     The keys, the config and the shapes in a file identify its format. Pickles are never read. These
     formats are supported:
 
@@ -97,7 +103,7 @@ def load(
     the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
-        path: a file or a folder.
+        path: a file or a folder, or "small-english".
         layers: the layers to load; None for all. If neither the config nor the file's name (for a
             folder, its name and the names inside) has the layer, pass it here, such as [3].
         reads: "stream", "normalized" or "input", if the settings do not name the input.
@@ -130,6 +136,10 @@ def load(
         reason = f"got layers={layers!r}; expected layer numbers, such as [3]"
         raise InputError([reason], "these transcoders cannot be loaded")
     device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
+    if path == _SHIPPED and not os.path.lexists(path):
+        shipped = resources.files("attn_only_lens").joinpath(*_SHIPPED_FOLDER)
+        with resources.as_file(shipped) as folder:
+            return load(folder, layers=layers, reads=reads, device=device, dtype=dtype)
     path = as_path(path)
     files = list(_files(path))
     only = wanted[0] if wanted and len(wanted) == len(files) == 1 else None

@@ -85,8 +85,8 @@ def attention_view(
         ImportError: attention heads are drawn, and circuitsvis is not installed.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, viz
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> page = viz.attention_view(model, ["L0N7", "L0N11"], [3, 4, 113])
         >>> "L0N11" in page
         True

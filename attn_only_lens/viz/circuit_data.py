@@ -24,7 +24,7 @@ from pydantic import (
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
-from attn_only_lens.neurons import Example
+from attn_only_lens.neurons.statistics import Example
 from attn_only_lens.viz.page import short_numbers
 
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "attribution")

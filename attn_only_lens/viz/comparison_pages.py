@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.growth import Comparison
+from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
@@ -71,8 +71,8 @@ def comparison_report(comparison: Comparison) -> Page:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, compare, grow, growth, patching, pretrained, viz
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import Contrast, compare, grow, growth, load, patching, viz
+        >>> model = load("modular-addition")
         >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
         ...                 patching.logit_diff([7, 8], [8, 7]))
         >>> sizes = growth.ComparisonSizes(n_patched=5)

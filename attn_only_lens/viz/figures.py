@@ -16,9 +16,8 @@ import pandas as pd
 
 from attn_only_lens.arguments import POSITIVE, a_type, is_count
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS
-from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
-from attn_only_lens.patching.results import MEASURED
+from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.viz.page import import_extra, model_title, refuse, visible_token
 
 if TYPE_CHECKING:
@@ -69,9 +68,10 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     Example:
         >>> import pandas as pd
         >>> from attn_only_lens import patching, viz
+        >>> from attn_only_lens.patching.results import Sweep
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
-        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
+        >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
         >>> figure = viz.sweep_heatmap(sweep)
         >>> figure.data[0].y[0], float(figure.data[0].z[0][0])
@@ -152,9 +152,10 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     Example:
         >>> import pandas as pd
         >>> from attn_only_lens import patching, viz
+        >>> from attn_only_lens.patching.results import Sweep
         >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [5, 7],
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
-        >>> sweep = patching.Sweep(values, part="z", direction="denoise", metric="logit_diff",
+        >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
         >>> viz.sweep_bars(sweep, k=1).data[0].y
         ('L0N5 at 2',)

@@ -22,7 +22,7 @@ from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
-from attn_only_lens.neurons import examples_of
+from attn_only_lens.neurons.statistics import examples_of
 from attn_only_lens.precision import full_precision
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import refuse, short_numbers

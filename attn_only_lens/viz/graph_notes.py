@@ -9,7 +9,7 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import joined
 from attn_only_lens.heads.names import count_kinds
-from attn_only_lens.patching import Sweep
+from attn_only_lens.patching.results import Sweep
 
 _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",

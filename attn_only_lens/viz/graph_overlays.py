@@ -13,9 +13,8 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.heads import HeadName
 from attn_only_lens.neurons.statistics import COLUMNS
-from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.columns import site_ids
-from attn_only_lens.patching.results import MEASURED
+from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.viz.circuit_data import ALONE
 from attn_only_lens.viz.page import refuse, short_numbers
 
@@ -47,8 +46,8 @@ class Overlays:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained, viz
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p, viz
+        >>> model = convert(load("modular-addition"))
         >>> sums = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(correct=7, wrong=8))
         >>> graph = circuits.attribution_graph(model, sums, top=20)
         >>> names = list(graph.heads["name"].unique())

@@ -94,15 +94,15 @@ def circuit_view(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained, viz
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import Contrast, circuits, convert, load, patching as p, viz
+        >>> model = convert(load("modular-addition"))
         >>> sums = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(correct=7, wrong=8))
         >>> graph = circuits.attribution_graph(model, sums, top=20)
         >>> len(viz.circuit_view(graph, model, sums)) < 3_000_000
         True
     """
     if not isinstance(graph, CircuitGraph):
-        refuse(f"got {a_type(graph)}; expected a graph from attribution_graph or CircuitGraph.load")
+        refuse(f"got {a_type(graph)}; expected a graph from attribution_graph or a file")
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     exact, stability = overlays.exact, overlays.stability

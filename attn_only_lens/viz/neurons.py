@@ -34,11 +34,11 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.heads.names import count_kinds
-from attn_only_lens.neurons import Corpus, HeadStatistics, NeuronStatistics, corpus_statistics
+from attn_only_lens.neurons import Corpus, corpus_statistics
 from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUADRANTS, QUANTITIES
 from attn_only_lens.neurons.looks import SIDES
-from attn_only_lens.neurons.statistics import CorpusStatistics
+from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
 from attn_only_lens.viz.page import (
     Page,
     asset,
@@ -99,8 +99,8 @@ def neuron_page(
             statistics belong to another model.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained, viz
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import expose_neuron_heads, load, neurons, viz
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
         >>> page = viz.neuron_page(model, ["L0N7", "L0N11"], corpus, k=2)
         >>> "L0N11" in page

@@ -25,6 +25,7 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
     growth,
+    load,
     pretrained,
     tasks,
     viz,
@@ -39,7 +40,7 @@ FIGURE, PAGE = 800, 900  # widths in CSS pixels; the guide's text column is 690 
 
 def main() -> None:
     """Draw all pictures of the small language model."""
-    model = pretrained.small_english()
+    model = load("small-english")
     expose_neuron_heads(model)
     keys = Contrast(TEXT, TEXT.replace("keys", "key"), p.logit_diff(" are", " is"))
     quiet = Work(progress=False)
@@ -53,7 +54,7 @@ def main() -> None:
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     sizes = growth.ComparisonSizes(n_nodes=40)
-    models = pretrained.small_english(), grown_and_trained(texts)
+    models = load("small-english"), grown_and_trained(texts)
     found = compare(*models, task, sizes=sizes, work=quiet)
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
@@ -80,7 +81,7 @@ def main() -> None:
 
 def grown_and_trained(texts: list[str]) -> Any:
     """Grow the model and train it for a few steps, so that its circuits change."""
-    model = pretrained.small_english()
+    model = load("small-english")
     grown = grow(model, d_mlp=model.cfg.d_mlp + 32, n_heads=model.cfg.n_heads + 1, seed=0)
     optimizer = torch.optim.AdamW(grown.model.parameters(), lr=3e-3)
     rows = [model.to_tokens(text)[0] for text in texts]

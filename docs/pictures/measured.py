@@ -22,7 +22,6 @@ from attn_only_lens import (
     explain,
     expose_neuron_heads,
     load,
-    pretrained,
     tasks,
 )
 from attn_only_lens import patching as p
@@ -75,7 +74,7 @@ Values = dict[str, Any]
 
 def of_small_english() -> Values:
     """Measure the numbers of the README's examples."""
-    model = expose_neuron_heads(pretrained.small_english()).model
+    model = expose_neuron_heads(load("small-english")).model
     pairs = tasks.agreement(model.tokenizer, 16)
     many = explain(model, pairs[:8], held_out=pairs[8:])
     assert many.held_out is not None

@@ -9,12 +9,12 @@ import torch
 from analyses import study as frame
 from analyses.studies import attribution_repairs as study
 from analyses.tools.real_models import pairs
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import expose_neuron_heads, load, pretrained
 
 
 def test_gates_are_exact_in_a_model_of_one_layer():
     """Without norms, all after the neurons is linear; a linearised gate is not exact."""
-    model = expose_neuron_heads(pretrained.modular_addition(dtype=torch.float64)).model
+    model = expose_neuron_heads(load("modular-addition", dtype=torch.float64)).model
     contrast = next(pairs(model, pretrained.modular_addition_tokens(), 1, 0))
     rows = pd.DataFrame(study.methods(model, contrast))
     assert set(rows["method"]) == set(study.METHODS)

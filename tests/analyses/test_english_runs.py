@@ -10,7 +10,8 @@ from analyses.tools import english_runs as runs
 from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar as grammar
 from attn_only_lens import grow, growth
-from attn_only_lens.growth import read
+from attn_only_lens.growth.expansion.weights import Axis
+from attn_only_lens.growth.models._grow import read
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
 WIDER = growth.compose(growth.AddHeads(1), growth.WidenStream(4))
@@ -47,7 +48,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
     assert whole.curve.drop(columns=drop).equals(parts.curve.drop(columns=drop))
     assert whole.curve["step"].tolist() == [0, 3, 6, 9]
     at_six = runs.model_at(whole, 6, tmp_path / "whole")
-    assert read(at_six).sizes[growth.Axis("d_mlp", 0)] == 14
+    assert read(at_six).sizes[Axis("d_mlp", 0)] == 14
     assert whole.model.cfg.d_model == 12 != at_six.cfg.d_model == 8
     # the loss just before growth equals the loss just after it, up to rounding
     after = whole.curve["loss"][2]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from common import needs_hooked_transformer
 
 from analyses.studies import exactness_by_gate as study
-from attn_only_lens import pretrained
+from attn_only_lens import load
 
 pytestmark = needs_hooked_transformer
 
@@ -104,12 +104,12 @@ def test_the_direct_evaluation_against_torchs_attention(init, causal):
 
 
 def shipped(n_prompts):
-    return study.Case.of("modular_addition", pretrained.modular_addition(), n_prompts)
+    return study.Case.of("modular_addition", load("modular-addition"), n_prompts)
 
 
 @torch.no_grad()
 def test_it_compares_with_the_model_itself():
-    model, case = pretrained.modular_addition(dtype=torch.float64), shipped(5)
+    model, case = load("modular-addition", dtype=torch.float64), shipped(5)
     torch.testing.assert_close(case.logits, model(case.tokens), rtol=0, atol=1e-11)
     _, cache = model.run_with_cache(case.tokens)
     assert torch.equal(case.answers, case.tokens[:, :2].sum(1) % 113)

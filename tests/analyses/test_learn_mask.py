@@ -3,7 +3,7 @@
 import pytest
 
 from analyses.tools.learn_mask import _split, learn_mask
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 
@@ -13,7 +13,7 @@ BY_ROLE = p.Sites(positions="roles")
 
 @pytest.fixture(scope="module")
 def english():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+    return expose_neuron_heads(load("small-english"), copy=True).model
 
 
 @pytest.fixture(scope="module")

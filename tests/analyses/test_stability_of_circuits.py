@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analyses.studies import stability_of_circuits as study
-from attn_only_lens import pretrained
+from attn_only_lens import load
 from attn_only_lens.circuits.stability import inclusion_interval
 
 
@@ -27,7 +27,7 @@ def test_intervals_and_coverage_by_hand():
 
 
 def test_no_noun_is_in_both_sets(tmp_path, monkeypatch):
-    tokenizer = pretrained.small_english().tokenizer
+    tokenizer = load("small-english").tokenizer
     words = {word.strip() for word in tokenizer.get_vocab()}
     nouns = [word for word in sorted(words) if len(word) > 3 and f"{word}s" in words][:11]
     assert len(nouns) > study.HELD_OUT_NOUNS + 1

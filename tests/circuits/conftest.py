@@ -5,13 +5,13 @@ Files about other models have a fixture `model` of their own.
 
 import pytest
 
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 
 
 @pytest.fixture(scope="session")
 def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+    return expose_neuron_heads(load("small-english"), copy=True).model
 
 
 @pytest.fixture(scope="session")

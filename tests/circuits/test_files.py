@@ -8,8 +8,9 @@ import pytest
 import torch
 from sealed_files import rewrite
 
-from attn_only_lens import Contrast, circuits
+from attn_only_lens import Contrast, circuits, load
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
@@ -22,7 +23,7 @@ def same(first, second):
         pd.testing.assert_frame_equal(first, second, check_exact=True, **loose)
         numbers = first.select_dtypes("number").dtypes
         assert (numbers == second.select_dtypes("number").dtypes).all()
-    elif isinstance(first, circuits.Circuit | Stability):
+    elif isinstance(first, Circuit | Stability):
         assert type(first) is type(second)
         for field in fields(first):
             same(getattr(first, field.name), getattr(second, field.name))
@@ -35,15 +36,15 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
     assert circuit.candidates == p.Sites(positions=tuple(task.roles))
     for original in (circuit, replace(circuit, stability=None), circuit.core()):
         original.save(path)
-        again = circuits.Circuit.load(path)
+        again = load(path)
         same(original, again)
         if len(original):
             first, second = (circuits.evaluate(model, one, task) for one in (original, again))
             assert first == second
     assert [file.name for file in tmp_path.iterdir()] == ["circuit.json"]
     circuit.save(path)
-    same(circuit.core().frame, circuits.Circuit.load(path).core().frame)
-    assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
+    same(circuit.core().frame, load(path).core().frame)
+    assert load(path).to_frame()["in_circuit"].sum() == len(circuit)
 
 
 def test_all_sites_and_positions(circuit, tmp_path):
@@ -54,7 +55,7 @@ def test_all_sites_and_positions(circuit, tmp_path):
         p.Sites("heads", ["end", "start"]),
     ):
         replace(circuit, candidates=sites).save(tmp_path / "a.json")
-        again = circuits.Circuit.load(tmp_path / "a.json").candidates
+        again = load(tmp_path / "a.json").candidates
         assert again == replace(sites, heads=list(map(str, sites.heads)))
 
 
@@ -69,7 +70,7 @@ def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path)
     circuit.save(tmp_path / "a.json")
     rewrite(tmp_path / "a.json", lambda whole: change(whole["circuit"]))
     with pytest.raises(CheckpointError, match=match):
-        circuits.Circuit.load(tmp_path / "a.json")
+        load(tmp_path / "a.json")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
     words = (("é", "\n", '"', " ", "日", "x"),)
     for original in (graph, graph.prune(top=5), replace(graph, tokens=words)):
         original.save(tmp_path / "graph.json")
-        again = circuits.CircuitGraph.load(tmp_path / "graph.json")
+        again = load(tmp_path / "graph.json")
         for field in fields(original):
             written, read = getattr(original, field.name), getattr(again, field.name)
             if field.name in ("nodes", "edges"):
@@ -114,7 +115,7 @@ def test_a_graph_that_another_program_wrote_is_refused(
 
     rewrite(path, change)
     with pytest.raises(CheckpointError, match=match):
-        circuits.CircuitGraph.load(path)
+        load(path)
 
 
 def test_what_does_not_hang_together_is_no_graph(graph):

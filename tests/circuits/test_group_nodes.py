@@ -12,7 +12,7 @@ from attn_only_lens import (
     HeadName,
     circuits,
     expose_neuron_heads,
-    pretrained,
+    load,
     tasks,
     viz,
 )
@@ -121,7 +121,7 @@ def test_a_graph_by_role_is_grouped_only_with_its_own_runs(model):
     )
     graph = circuits.attribution_graph(model, task, positions="roles", top=10)
     assert circuits.group_nodes(graph, model, task).faithfulness > 0
-    changed = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    changed = expose_neuron_heads(load("small-english"), copy=True).model
     with torch.no_grad():
         next(changed.blocks[0].mlp.parameters()).mul_(1.1)
     for match, call in {

@@ -12,10 +12,9 @@ import torch
 from common import tokens
 from patched_runs import node_outputs, others_held
 
-from attn_only_lens import Contrast
+from attn_only_lens import Contrast, load
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import (
-    CircuitGraph,
     Search,
     attribution_graph,
     discover,
@@ -105,7 +104,7 @@ def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
     circuit = some_circuit(model, some)
     graph = attribution_graph(model, some, sites=circuit)
     graph.save(tmp_path / "graph.json")
-    again = CircuitGraph.load(tmp_path / "graph.json")
+    again = load(tmp_path / "graph.json")
     assert again.edges.equals(graph.edges)
     assert again.circuit.sites == circuit.sites
     assert again.circuit.candidates == circuit.candidates

@@ -57,7 +57,7 @@ def test_an_explanation_and_its_page_with_examples(folder, expected, tmp_path):
     assert " at \\u201c" in page.read_text("utf-8")
     in_json = (*pair, "--out", tmp_path / "why.json")
     assert run_cli("explain", folder, *in_json).exit_code == 0
-    read = circuits.CircuitGraph.load(tmp_path / "why.json")
+    read = load(tmp_path / "why.json")
     assert read.heads["id"].tolist() == why.graph.heads["id"].tolist()
     assert "only a page" in run_cli("explain", folder, *in_json, "--texts", texts).output
 
@@ -78,7 +78,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
         strongest = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
         strongest = strongest.loc[strongest["attribution"].abs().nlargest(20).index]
         assert all(name in result.output for name in strongest["name"])
-    read = circuits.CircuitGraph.load(tmp_path / "circuit.json")
+    read = load(tmp_path / "circuit.json")
     assert read.nodes["id"].tolist() == graph.nodes["id"].tolist()
     np.testing.assert_allclose(read.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
     data = read_back((tmp_path / "circuit.html").read_text("utf-8"))
@@ -144,7 +144,7 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
     saved = tmp_path / "saved.json"
     options = ("--faithfulness", 0.5, "--out", page, "--save-circuit", saved)
     assert run_cli("circuit", folder, *pair, *options).exit_code == 0
-    circuit = circuits.Circuit.load(saved)
+    circuit = load(saved)
     result = run_cli("evaluate", folder, saved, *texts, *ANSWERS)
     assert result.exit_code == 0, result.output
     kept = circuits.evaluate(model, circuit, Contrast(*pairs, metric))
@@ -170,7 +170,7 @@ def test_pairs_are_made_for_a_task_and_read_by_other_commands(tmp_path):
     assert result.exit_code == 0, result.output
     model = load_model("small-english", None, "cpu")
     expected = tasks.solved_by(model, tasks.agreement(model.tokenizer, 4, 3))
-    made = Contrast.load(file)
+    made = load(file)
     for name in ("clean", "corrupted", "name", "dropped", "answers", "wrong"):
         assert getattr(made, name) == getattr(expected, name)
     assert {role: tuple(places) for role, places in made.roles.items()} == expected.roles
@@ -179,7 +179,7 @@ def test_pairs_are_made_for_a_task_and_read_by_other_commands(tmp_path):
     result = run_cli("explain", "small-english", "--pairs", file, *options, "--out", page)
     assert result.exit_code == 0, result.output
     exposed = expose_neuron_heads(model, copy=True).model
-    kept = circuits.evaluate(exposed, circuits.Circuit.load(saved), made[-2:])
+    kept = circuits.evaluate(exposed, load(saved), made[-2:])
     assert f"; {kept.faithfulness:.0%} ± " in result.output
     refused = run_cli("explain", "small-english", "--pairs", file, "--held-out", 4, "--out", page)
     assert "got --held-out 4 for 4 pairs; expected at most 3" in " ".join(refused.output.split())

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from attn_only_lens import Contrast, compare, load
 from attn_only_lens import patching as p
-from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
+from attn_only_lens.growth import ComparisonSizes
 
 FEW = ("--patched", 3, "--nodes", 5, "--faithfulness", 0.5)
 LOSS = ("--metric", "loss")
@@ -46,7 +46,7 @@ def test_texts(folders, tmp_path):
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * 4 + (2 + 41)
     assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
-    comparison = Comparison.load(out)
+    comparison = load(out)
     assert comparison.neurons["name"].tolist() == neurons["name"].tolist()
     assert comparison.summary()["components"].sum() == 2 * (2 + 37)
     for page in ("report.html", "circuit.html"):
@@ -70,7 +70,7 @@ def test_tokens_a_null_a_metric_and_a_provenance_from_elsewhere(folders, tmp_pat
     expected = compare(
         *models,
         Contrast(tokens(batch=3), corrupted, p.logit_diff(7, 11)),
-        provenance=read_provenance(folders[1]),
+        provenance=load(folders[1] / "provenance.json"),
         sizes=ComparisonSizes(faithfulness=0.5, n_patched=3, n_nodes=5),
     )
     heads = pd.read_csv(out / "heads.csv")

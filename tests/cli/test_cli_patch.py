@@ -37,10 +37,10 @@ def test_a_sweep_of_texts(folder, tmp_path):
     out = tmp_path / "sweep.parquet"
     result = run(folder, *TEXTS, "--out", out, "--top", 3)
     assert result.exit_code == 0, result.output
-    frame = p.Sweep.load(out).frame
+    frame = load(out).frame
     assert len(frame) == 2 * (2 + 37) * 5
     same(frame, expected(folder, CLEAN, CORRUPTED))
-    for name, token in p.Sweep.load(out).top(3)[["name", "token"]].to_numpy():
+    for name, token in load(out).top(3)[["name", "token"]].to_numpy():
         assert re.search(rf"{name} .* {token} ", result.output)
     assert "estimate" not in result.stderr
 
@@ -69,7 +69,7 @@ def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
     assert "156 patches: 78 heads and neurons at 2 positions" in said
     assert re.search(r"about \d+ seconds, an estimate", said)
     assert "attn-only-lens explain" in said
-    sweep = p.Sweep.load(out)
+    sweep = load(out)
     model = expose_neuron_heads(load(folder)).model
     reference = p.activation_patch(model, contrast, sites=p.Sites(positions="roles")).frame
     same(sweep.frame, reference)
@@ -83,7 +83,7 @@ def test_an_ablation_needs_no_corrupted_prompt(folder, tmp_path):
     assert result.exit_code == 0, result.output
     how = {"metric": p.loss(), "direction": "zero", "sites": sites}
     reference = expected(folder, torch.tensor([0, 7, 9, 11]), None, **how)
-    same(p.Sweep.load(out).frame, reference)
+    same(load(out).frame, reference)
 
 
 def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
@@ -94,7 +94,7 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
     for _ in range(2):  # the second time from the folder
         result = run(saved, *NUMBERS, "--out", out, *options, *more)
         assert result.exit_code == 0, result.output
-    sweep = p.Sweep.load(out)
+    sweep = load(out)
     assert (sweep.part, sweep.direction) == ("pattern", "noise")
     assert len(list(parts.glob("*.safetensors"))) == 1
     reference = expected(

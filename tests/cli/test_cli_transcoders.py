@@ -4,12 +4,8 @@ import pandas as pd
 import pytest
 from common import needs_hooked_transformer, run_cli
 
-from attn_only_lens import Contrast, save, transcoders
+from attn_only_lens import Contrast, load, save, transcoders
 from attn_only_lens import patching as p
-from attn_only_lens.pretrained import (
-    small_english,
-    small_english_transcoders,
-)
 
 PAIR = ["The keys near the cabinet", "The key near the cabinet"]
 PROMPTS = ["--clean", PAIR[0], "--corrupted", PAIR[1]]
@@ -19,8 +15,8 @@ METRIC = ["--answer", " are", "--wrong", " is"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A model with transcoders in layers 2 and 3, and the transcoders alone."""
-    root, model = tmp_path_factory.mktemp("models"), small_english()
-    chosen = {layer: x for layer, x in small_english_transcoders().items() if layer > 1}
+    root, model = tmp_path_factory.mktemp("models"), load("small-english")
+    chosen = {layer: x for layer, x in transcoders.load("small-english").items() if layer > 1}
     transcoders.save(root / "features", chosen)
     with transcoders.attach(model, chosen):
         save(model, root / "model")
@@ -71,8 +67,8 @@ def test_errors(folders, tmp_path):
 
 @needs_hooked_transformer
 def test_convert_refuses_transcoders(tmp_path):
-    model = small_english(hooked=True)
-    with transcoders.attach(model, small_english_transcoders()):
+    model = load("small-english", hooked=True)
+    with transcoders.attach(model, transcoders.load("small-english")):
         save(model, tmp_path / "model")
     result = run_cli("convert", tmp_path / "model", tmp_path / "converted")
     assert result.exit_code == 2

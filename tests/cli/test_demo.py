@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from common import run_cli
 
-from attn_only_lens import Contrast, HeadName, pretrained, tasks
+from attn_only_lens import Contrast, HeadName, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.cli.demo import CLEAN, CORRUPTED, PAIRS, WORDS
 from attn_only_lens.models.expose import expose_neuron_heads
@@ -21,7 +21,7 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
     assert "held-out pairs" in result.output
     shown = re.findall(r"^(L\d[HN]\d+)@(\w+) .*?" + r" +(-?[\d.]+)" * 5 + "$", result.output, re.M)
     assert len(shown) == 8
-    model = expose_neuron_heads(pretrained.small_english()).model
+    model = expose_neuron_heads(load("small-english")).model
     are, is_ = map(model.to_single_token, (" are", " is"))
     pairs = tasks.from_pair(
         model, 2 * PAIRS, Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is")), WORDS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from common import run_cli
 
-from attn_only_lens import patching, pretrained, save
+from attn_only_lens import load, patching, save
 from attn_only_lens.cli.common import CHOICES
 from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.sites import PARTS
@@ -100,7 +100,7 @@ OF_A_MODEL = {
     "the same number of tokens": ("circuit", "MODEL", *CLEAN, *ANSWERS, *PAGE, "--corrupted", "w3"),
     "has format None": ("picture", "no.json", *PAGE),
     "--bars for": ("picture", "no.json", *PAGE, "--bars", 3),
-    "circuits.CircuitGraph.load opens": ("evaluate", "MODEL", "graph.json", *PAIR),
+    "has format 'attn_only_lens.CircuitGraph'; expected": ("evaluate", "MODEL", "graph.json", *PAIR),
     "cannot run on these prompts: - prompts: tokens: got values": (
         *("pattern", "MODEL", "--prompt", "0,99", "--token-ids", "--layer", 1, *PAGE),
     ),
@@ -113,7 +113,7 @@ OF_A_MODEL = {
 @pytest.fixture(scope="module")
 def folders(folder, tmp_path_factory):
     """Return folders of a model with a tokenizer, and of one without."""
-    toy = save(pretrained.modular_addition(), tmp_path_factory.mktemp("models") / "toy")
+    toy = save(load("modular-addition"), tmp_path_factory.mktemp("models") / "toy")
     return {"MODEL": folder, "TOY": toy}
 
 

@@ -21,14 +21,16 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
     growth,
+    load,
     viz,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
-from attn_only_lens.growth import identity
 from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
 from attn_only_lens.growth.expansion.provenance import IndexMap
+from attn_only_lens.growth.expansion.weights import Axis
+from attn_only_lens.growth.models._grow import identity
 from attn_only_lens.heads import HeadName, host_of
 
 pytestmark = [
@@ -263,7 +265,7 @@ def test_what_became_of_the_circuit(after_training):
 
 def test_a_saved_comparison_is_the_same(after_training, tmp_path):
     comparison = after_training[-1]
-    read = growth.Comparison.load(comparison.save(tmp_path / "folder"))
+    read = load(comparison.save(tmp_path / "folder"))
     for name in ("heads", "neurons", "new", "circuits", "parts", "nodes", "edges"):
         frames = getattr(read, name), getattr(comparison, name)
         pd.testing.assert_frame_equal(*frames, check_dtype=False, check_column_type=False)
@@ -372,14 +374,14 @@ def test_a_misaligned_provenance_shows():
     """The control: a wrong provenance gives differences in the swapped parts only."""
     model = bridges.boot("native")
     grown = grown_from(model)
-    wrong = swapped(grown.provenance, growth.Axis("d_mlp", 1))
+    wrong = swapped(grown.provenance, Axis("d_mlp", 1))
     comparison = compare(model, grown.model, by_loss(tokens()), provenance=wrong, **FAST)
     every = components(comparison)
     odd = every.index[(every["cosine"] - 1).abs() > 1e-3]
     assert list(odd) == ["L1N0", "L1N1"]
     assert list(every.index[every["divergence"] > 1e-3]) == ["L1N0", "L1N1"]
     assert list(every.index[every["drop_change"].abs() > 1e-6]) == ["L1N0", "L1N1"]
-    wrong = swapped(grown.provenance, growth.Axis("d_model"))
+    wrong = swapped(grown.provenance, Axis("d_model"))
     comparison = compare(model, grown.model, by_loss(tokens()), provenance=wrong, **FAST)
     assert components(comparison)["cosine"].median() < 0.99
     assert components(comparison)["divergence"].max() < SAME

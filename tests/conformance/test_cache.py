@@ -10,8 +10,9 @@ from einops import rearrange
 from models import CORE, build
 from transformer_lens import ActivationCache
 
-from attn_only_lens import AttentionOnlyCache, convert
+from attn_only_lens import convert
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache
 
 EXACT = 1e-11
 N_LAYERS = 3

@@ -16,8 +16,8 @@ from attn_only_lens import (
     Contrast,
     Work,
     expose_neuron_heads,
+    load,
     neurons,
-    pretrained,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
@@ -76,7 +76,7 @@ class Slow:
 @pytest.fixture(scope="module")
 def tokenizers():
     return {
-        "english": pretrained.small_english().tokenizer,
+        "english": load("small-english").tokenizer,
         "words": task_tokenizer(),
         "bytes": byte_level(),
         "sentencepiece": sentencepiece(),
@@ -224,7 +224,7 @@ def looked_up(model, contrast):
 
 @pytest.mark.parametrize("call", [patched_in_chunks, looked_up])
 def test_an_analysis_warns_once(call):
-    english = expose_neuron_heads(pretrained.small_english()).model
+    english = expose_neuron_heads(load("small-english")).model
     right, odd = p.logit_diff(" Mary", " John"), p.logit_diff("Mary", "John")
 
     def caught(prompts, metric):

@@ -15,7 +15,7 @@ from common import D_VOCAB, changed, tokens
 from sealed_files import rewrite
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Contrast
+from attn_only_lens import Contrast, load
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, InputError, InputWarning
 
@@ -229,7 +229,7 @@ def test_a_contrast_is_read_back(more, tmp_path):
     for metric in METRICS:
         contrast = Contrast(metric=metric, **more)
         contrast.save(tmp_path / "contrast.json")
-        again = Contrast.load(tmp_path / "contrast.json")
+        again = load(tmp_path / "contrast.json")
         for name in ("clean", "corrupted", "roles", "mask", "name", "dropped"):
             assert plain(getattr(again, name)) == plain(getattr(contrast, name))
         assert again.metric.identity() == metric.identity()
@@ -246,13 +246,13 @@ def test_a_function_is_stored_by_its_name(tmp_path):
     for metric in (largest, p.custom(largest, name="loss", version="1")):
         replace(PAIR, metric=metric).save(path)
         with pytest.raises(InputError, match=r"only the name of its metric, .*, a function; "):
-            Contrast.load(path)
+            load(path)
     replace(PAIR, metric=largest).save(path)
-    assert Contrast.load(path, largest).metric is largest
+    assert load(path, metric=largest).metric is largest
     PAIR.save(path)
-    assert Contrast.load(path, METRIC).metric is METRIC
+    assert load(path, metric=METRIC).metric is METRIC
     with pytest.raises(InputError, match="got the metric largest; expected logit_diff"):
-        Contrast.load(path, largest)
+        load(path, metric=largest)
 
 
 @pytest.mark.parametrize(
@@ -275,4 +275,4 @@ def test_files_that_another_program_wrote_are_refused(path_to, value, match, tmp
     PAIR.save(tmp_path / "contrast.json")
     rewrite(tmp_path / "contrast.json", change)
     with pytest.raises(CheckpointError, match=match):
-        Contrast.load(tmp_path / "contrast.json")
+        load(tmp_path / "contrast.json")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from common import changed, of_a_library, tokens
 
-from attn_only_lens import AttnOnlyLensError, Contrast, explain
+from attn_only_lens import Contrast, explain
 from attn_only_lens import patching as p
 from attn_only_lens.engine import kept_runs, passed_tests
 from attn_only_lens.engine.multipliers import run_both
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import AttnOnlyLensError, InputError
 from attn_only_lens.heads import host_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers

@@ -18,7 +18,7 @@ from attn_only_lens import (
     circuits,
     explain,
     expose_neuron_heads,
-    pretrained,
+    load,
     tasks,
 )
 from attn_only_lens import patching as p
@@ -33,7 +33,7 @@ QUICK = {"strong": 1.0, "faithfulness": 0.5}
 
 @pytest.fixture(scope="module")
 def model():
-    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+    return expose_neuron_heads(load("small-english"), copy=True).model
 
 
 @pytest.fixture(scope="module")
@@ -232,14 +232,14 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     files = {"attribution.parquet", "circuit.json", "contrast.json", "explanation.csv"}
     names = {path.name for path in (tmp_path / "why").iterdir()}
     assert names == files | {"graph.json", "page.html"}
-    again = circuits.CircuitGraph.load(tmp_path / "why" / "graph.json")
+    again = load(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)
-    circuit = circuits.Circuit.load(tmp_path / "why" / "circuit.json")
+    circuit = load(tmp_path / "why" / "circuit.json")
     assert circuit.contains(why.circuit.frame).all()
-    attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
+    attribution = load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
-    asked_again = explain(why.model, Contrast.load(tmp_path / "why" / "contrast.json"))
+    asked_again = explain(why.model, load(tmp_path / "why" / "contrast.json"))
     pd.testing.assert_frame_equal(asked_again.table(), table := why.table())
     assert len(table)
     why.save(tmp_path / "why")  # a second call replaces the saved files

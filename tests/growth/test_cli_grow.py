@@ -9,7 +9,7 @@ from bridges import exposed_copy, hf_folder
 from common import relative, run_cli, tokens
 
 from attn_only_lens import load, save
-from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth.models._grow import read
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_grow(source, tmp_path):
     model, grown = load(source), load(out)
     assert relative(grown(tokens()), model(tokens())) < 2e-5
     assert grown.tokenizer.decode([3]) == model.tokenizer.decode([3])
-    assert read_provenance(out)["L0N17"] == "L0N17"
+    assert load(out / "provenance.json")["L0N17"] == "L0N17"
     again = run_cli("grow", out, tmp_path / "more", "--d-mlp", 47)
     assert again.exit_code == 0, again.output
     assert run_cli("grow", source, out, "--d-mlp", 43).exit_code == 0  # replaces an earlier save
@@ -36,7 +36,7 @@ def test_grow(source, tmp_path):
 def test_inserted_layers(source, tmp_path):
     result = run_cli("grow", source, tmp_path / "out", "--insert", "0,3", "--copy")
     assert result.exit_code == 0, result.output
-    assert read_provenance(tmp_path / "out").new_layers == ("L0", "L3")
+    assert load(tmp_path / "out" / "provenance.json").new_layers == ("L0", "L3")
     model, grown = load(source), load(tmp_path / "out")
     assert relative(grown(tokens()), model(tokens())) < 2e-5
     tensors = read(grown).tensors

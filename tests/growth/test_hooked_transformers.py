@@ -33,7 +33,7 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth.models._grow import read
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -188,7 +188,7 @@ def test_folders(tmp_path):
     model, grown = load_source(folder), load_source(tmp_path / "out")
     assert relative(grown(tokens()), model(tokens())) < 2e-5
     assert grown.tokenizer.decode([3]) == model.tokenizer.decode([3])
-    assert read_provenance(tmp_path / "out")["L0N17"] == "L0N17"
+    assert load(tmp_path / "out" / "provenance.json")["L0N17"] == "L0N17"
 
 
 # Converted models whose layers differ

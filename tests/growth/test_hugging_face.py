@@ -25,7 +25,7 @@ from tiny_tokenizer import tiny_tokenizer
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth.models._grow import read
 from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -174,7 +174,7 @@ def test_what_else_is_in_the_folder(tmp_path):
     assert alone.generation_config.max_length == 23
     words = transformers.AutoTokenizer.from_pretrained(folder)
     assert words.get_vocab() == bridge.tokenizer.get_vocab()
-    assert read_provenance(folder) == grown.provenance
+    assert load(folder / "provenance.json") == grown.provenance
     (tmp_path / "mine").touch()
     mode = (tmp_path / "mine").stat().st_mode  # readable for other users
     assert (folder / "model.safetensors").stat().st_mode == mode
@@ -341,6 +341,6 @@ def test_norms_on_the_stream(name, tmp_path):
     alone = transformers.AutoModelForMaskedLM.from_pretrained(folder)
     assert type(alone) is type(bridge.original_model)
     assert relative(alone(tokens).logits, logits) < FLOAT32
-    assert read_provenance(folder) == grown.provenance
+    assert load(folder / "provenance.json") == grown.provenance
     again = grow(load(folder), d_mlp=43, n_heads=5)
     assert relative(again.model(tokens), logits) < FLOAT32

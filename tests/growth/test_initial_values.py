@@ -18,8 +18,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from analyses.tools.gradmax import GradMax, gradient_products
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import read
+from attn_only_lens.growth.expansion.activations import activation_map
 from attn_only_lens.growth.expansion.initialise import _Splits
+from attn_only_lens.growth.models._grow import read
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.numeric
@@ -243,8 +244,8 @@ def test_what_copies_write_goes_back_to_the_old_unit_after_training():
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
     _, provenance = growth.AddHeads(3)(random_weights(), PAIRED["splits"])
     with pytest.raises(KeyError, match="copies share the outputs of old units"):
-        growth.activation_map(provenance, "blocks.1.attn.hook_result")
-    assert growth.activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
+        activation_map(provenance, "blocks.1.attn.hook_result")
+    assert activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
 
 
 @pytest.mark.parametrize(("noise", "apart"), [(0.0, False), (0.7, True)])

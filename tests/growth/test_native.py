@@ -18,7 +18,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import read
+from attn_only_lens.growth.models._grow import read
 
 pytestmark = pytest.mark.numeric
 

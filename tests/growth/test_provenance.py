@@ -7,10 +7,11 @@ from bridges import boot, exposed_copy
 from growing import native
 from sealed_files import rewrite
 
-from attn_only_lens import grow, growth
+from attn_only_lens import grow, growth, load
 from attn_only_lens.errors import CheckpointError, GrowthError, UnknownHeadError
-from attn_only_lens.growth import identity, read_provenance
 from attn_only_lens.growth.expansion.weights import identity_of
+from attn_only_lens.growth.models._grow import identity
+from attn_only_lens.growth.models.grown_folder import read_provenance
 
 
 def test_names():
@@ -82,7 +83,7 @@ def test_files(init, tmp_path):
     model = boot("granite", torch.float32)
     grown = grow(model, growth.compose(*steps), init=init)
     folder = grown.save_pretrained(tmp_path / "grown")
-    assert read_provenance(folder) == grown.provenance
+    assert load(folder / "provenance.json") == grown.provenance
     card = (folder / "README.md").read_text("utf-8")
     assert {"library_name", "tags"} <= yaml.safe_load(card.split("---\n")[1]).keys()
     assert "| layers | 2 | 3 |" in card
@@ -91,9 +92,9 @@ def test_files(init, tmp_path):
     assert (folder / "README.md").read_text("utf-8") == "An edited card."
     rewrite(folder / "provenance.json", provenance={"layers": {}})
     with pytest.raises(CheckpointError, match=r"cannot be used: .*provenance\.axes is missing"):
-        read_provenance(folder)
+        load(folder / "provenance.json")
     rewrite(folder / "provenance.json", provenance={"layers": [[0, 10**12]]})
     with pytest.raises(CheckpointError, match="lists more than"):
-        read_provenance(folder)
+        load(folder / "provenance.json")
     with pytest.raises(CheckpointError, match="this model has no provenance"):
-        read_provenance(tmp_path)
+        read_provenance(tmp_path / "provenance.json")

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attn_only_lens import growth
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import read
+from attn_only_lens.growth.models._grow import read
 
 pytestmark = pytest.mark.numeric
 

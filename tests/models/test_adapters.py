@@ -228,5 +228,5 @@ def kit(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("package", "name"), ROWS, ids=[".".join(row) for row in ROWS])
 def test_every_function_refuses_a_model_that_was_changed(kit, package, name):
-    with pytest.raises(lens.AttnOnlyLensError, match=r"layer 1: its (W_out|mlp) is a"):
+    with pytest.raises(lens.errors.AttnOnlyLensError, match=r"layer 1: its (W_out|mlp) is a"):
         support.ROWS[package][name](kit)

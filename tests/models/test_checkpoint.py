@@ -26,7 +26,6 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 
@@ -169,7 +168,7 @@ def talking():
 def of_grown(folder):
     model = load_source(folder)
     tensors = {**model.state_dict(), "config": torch.tensor(model.cfg.eps)}
-    return tensors, read_provenance(folder), model.tokenizer.get_vocab()
+    return tensors, load(folder / "provenance.json"), model.tokenizer.get_vocab()
 
 
 def test_a_flipped_bit_of_a_grown_model_is_refused_or_changes_nothing(tmp_path):

@@ -5,8 +5,9 @@ from common import needs_transformer_lens_4
 from test_pretrained import DATA
 from typer.testing import CliRunner
 
-from attn_only_lens import AttnOnlyLensError, pretrained, tl, to_stock
+from attn_only_lens import load, tl, to_stock
 from attn_only_lens.cli import app
+from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models.source_folder import load_source
 
 pytestmark = needs_transformer_lens_4
@@ -29,7 +30,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_what_to_use_instead(name, tmp_path):
     with pytest.raises(AttnOnlyLensError) as caught:
-        REFUSED[name](pretrained.modular_addition(), tmp_path)
+        REFUSED[name](load("modular-addition"), tmp_path)
     for words in USE_INSTEAD:
         assert words in str(caught.value)
 

@@ -9,7 +9,7 @@ from bridges import boot, exposed_copy
 from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import HeadName, Work, neurons
+from attn_only_lens import HeadName, Work, load, neurons
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
@@ -134,7 +134,7 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     for got, reference in ((both.heads, heads), (both.neurons, only)):
         values, others = (x.frame()["value"].tolist() for x in (got, reference))
         assert values == pytest.approx(others, rel=1e-9)
-    read = neurons.HeadStatistics.load(heads.save(tmp_path / "heads.safetensors"))
+    read = load(heads.save(tmp_path / "heads.safetensors"))
     assert read.frame().equals(heads.frame())
     assert read.of(["L1H0"]).looks().equals(heads.looks().iloc[[1]].reset_index(drop=True))
     monkeypatch.setattr(so_far, "_SECONDS", 0.0)

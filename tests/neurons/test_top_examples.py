@@ -10,11 +10,12 @@ from bridges import boot, exposed_copy
 from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, neuron_gate, neurons
+from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, load, neuron_gate, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
+from attn_only_lens.neurons.statistics import examples_of
 
 pytestmark = pytest.mark.numeric
 
@@ -153,7 +154,7 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
     statistics = neurons.neuron_statistics(
         model, NAMES, corpus_of(texts), k=4, work=Work(batch_size=3)
     )
-    read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
+    read = load(statistics.save(tmp_path / "found.safetensors"))
     frame, shares = read.quadrant_examples(), read.quadrants().set_index("name")
     for name, every in looked_up(model, texts, NAMES).items():
         mlp, seen = mlp_of(model, name), []
@@ -185,12 +186,12 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
 
 def test_statistics_are_kept(plain, tmp_path):
     statistics = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
-    read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
+    read = load(statistics.save(tmp_path / "found.safetensors"))
     assert read.frame().equals(statistics.frame())
     assert torch.equal(read.counts["joint"], statistics.counts["joint"])
     one, frame = read.of(["L1N29"]), statistics.frame()
     assert one.frame().equals(frame[frame["name"] == "L1N29"].reset_index(drop=True))
-    examples = neurons.examples_of(frame, "L1N29")
+    examples = examples_of(frame, "L1N29")
     assert len(examples) == 6
     assert examples[0].values[examples[0].position] == examples[0].value
 

@@ -14,7 +14,7 @@ import torch
 from common import changed, tokens
 from patched_runs import cached, logit_diff, mask_at, patched_logits
 
-from attn_only_lens import Contrast, Work
+from attn_only_lens import Contrast, Work, load
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
@@ -78,7 +78,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
     work = Work(resume=tmp_path / "means", prompts_at_once=2)
     p.activation_patch(model, PAIR, **settings, work=work)
     p.activation_patch(model, PAIR, **settings, work=work).save(tmp_path / "sweep.parquet")
-    whole = p.Sweep.load(tmp_path / "sweep.parquet")
+    whole = load(tmp_path / "sweep.parquet")
     span = whole.clean_value - whole.corrupted_value
     tokens_of_roles = {"start": [0] * 3, "changed": [1] * 3, "end": [n - 1 for n in LENGTHS]}
     assert len(whole.frame) == len(SITES) * len(tokens_of_roles)
@@ -164,7 +164,7 @@ def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_
         with pytest.raises(InputError, match=r"a tensor of shape \[3\]"):
             run(model, mean, sites=sites, per_prompt=True)
         blind.save(tmp_path / "blind.csv")
-        pd.testing.assert_frame_equal(p.Sweep.load(tmp_path / "blind.csv").frame, blind.frame)
+        pd.testing.assert_frame_equal(load(tmp_path / "blind.csv").frame, blind.frame)
     one = p.activation_patch(model, replace(pair_alone(0), metric=mean.metric), sites=SITES)
     assert "score_standard_error" not in one.frame
 
@@ -209,7 +209,7 @@ def test_paths(model, tmp_path):
     with pytest.raises(InputError, match="per_prompt: got"):
         patched(work=resumed, per_prompt=True)
     rows.save(tmp_path / "rows.csv")
-    assert p.Paths.load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
+    assert load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
 
 
 # Significance

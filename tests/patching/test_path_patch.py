@@ -12,7 +12,7 @@ from common import changed, mlp_hook, tokens
 from patched_runs import moved, seen
 from path_oracle import PathOracle
 
-from attn_only_lens import Bilinear, Contrast, HeadName, Work, expose_neuron_heads
+from attn_only_lens import Bilinear, Contrast, HeadName, Work, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import bilinear_gate
@@ -150,7 +150,7 @@ def test_resumes(model, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"(?s)scale: got.*top: got"):
         patched(top=3, edges=replace(edges, scale="anew"))
     expected.save(tmp_path / "paths.csv")
-    loaded = p.Paths.load(tmp_path / "paths.csv")
+    loaded = load(tmp_path / "paths.csv")
     pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
     assert loaded.tokens == expected.tokens
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import in_threads
 
-from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, Work, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def swept():
     """Return a function that sweeps a model in five chunks, with a folder for them or none."""
-    model = expose_neuron_heads(pretrained.modular_addition()).model
+    model = expose_neuron_heads(load("modular-addition")).model
     prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
     contrast, sites = Contrast(*prompts, p.logit_diff(7, 8)), p.Sites(positions=-1)
 
@@ -85,7 +85,7 @@ def test_two_processes_have_the_frame_of_one(swept, expected, tmp_path):
     assert codes == [0, 0], errors
     assert len(list(folder.glob("prompts-*"))) == 5
     for path in files:
-        pd.testing.assert_frame_equal(p.Sweep.load(path).frame, expected, check_exact=True)
+        pd.testing.assert_frame_equal(load(path).frame, expected, check_exact=True)
     # The reporting process shows a progress bar over all sites.
     assert "516/516" in errors[0]
     assert "site" not in errors[1]
@@ -136,7 +136,7 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
         for (frame,) in in_threads(lambda folder: swept(folder).frame, [folder, folder], times=1)
     ]
     assert exit_code(process) == 0, errors.read_text()
-    for frame in (*frames, p.Sweep.load(file).frame):
+    for frame in (*frames, load(file).frame):
         pd.testing.assert_frame_equal(frame, expected, check_exact=True)
     assert len(list(folder.iterdir())) == 6  # the settings and five chunks
 

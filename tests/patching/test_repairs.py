@@ -12,7 +12,7 @@ from bridges import bridged
 from patched_runs import difference, whole_runs
 
 from analyses.tools import brackets
-from attn_only_lens import Contrast, expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.patching import repairs
 
@@ -219,7 +219,7 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(as_if_large, tmp_p
     n = int((frame["before_switch"] & ~frame["exact"] & (frame["kind"] == "neuron")).sum())
     assert sweep.unknown["neuron"] == f"{n} estimates are of sites before a switch"
     sweep.save(tmp_path / "sweep.csv")
-    again = p.Sweep.load(tmp_path / "sweep.csv")
+    again = load(tmp_path / "sweep.csv")
     for name in ("unknown", "expected_pearson", "forwards"):
         assert getattr(again, name) == getattr(sweep, name)
     assert again.frame["exact"].equals(sweep.frame["exact"])

@@ -9,9 +9,11 @@ import scipy.stats
 from random_sweeps import POSITIONS, RUN, SITES, TEXTS, TOKENS, sweep, values
 from sealed_files import rewrite
 
+from attn_only_lens import load
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.patching.prompt_tokens import PromptTokens
+from attn_only_lens.patching.results import Sweep
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 
@@ -48,13 +50,13 @@ def test_top_shows_tokens_and_fits_into_80_columns(tmp_path):
     frame = values().replace({"name": {f"L{i % 2}N{i}": f"L{i % 2}N1234{i}" for i in range(SITES)}})
     errors = dict.fromkeys(("value_standard_error", "score_standard_error"), 0.1234567)
     sweep(frame=frame.assign(**errors, exact=True), tokens=TOKENS).save(tmp_path / "sweep.parquet")
-    top = p.Sweep.load(tmp_path / "sweep.parquet").top(9)
+    top = load(tmp_path / "sweep.parquet").top(9)
     assert list(top)[:5] == ["name", "position", "token", "part", "score"]
     assert top["token"].tolist() == [TEXTS[position] for position in top["position"]]
     assert max(map(len, str(top).splitlines())) <= 80
     clean = [[*TEXTS[:3], token, TEXTS[4]] for token in "abcdefg"]
     for more, token in (({}, ""), ({"prompt": 6, "unpatched": 0.1}, "g")):
-        top = p.Sweep(frame.assign(**more), **RUN, tokens=PromptTokens(clean, [], {})).top(65)
+        top = Sweep(frame.assign(**more), **RUN, tokens=PromptTokens(clean, [], {})).top(65)
         assert set(top["token"][top["position"] == 3]) == {token}
         assert set(top["token"][top["position"] == 2]) == {" the"}
     role = sweep(frame=values(positions=["subject"]), tokens=TOKENS).top(3)
@@ -95,7 +97,7 @@ def test_saved_and_loaded(ending, positions, columns, tmp_path):
     saved = sweep(frame=frame.assign(**optional), tokens=TOKENS)
     saved.save(path)
     saved.save(path)  # replaces the file
-    loaded = p.Sweep.load(path)
+    loaded = load(path)
     pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
     assert {key: getattr(loaded, key) for key in RUN} == RUN
     assert loaded.tokens == saved.tokens == saved.query("layer == 0").tokens
@@ -112,11 +114,11 @@ def test_files_that_are_no_sweep(tmp_path):
         "sweep.txt": "ends in .parquet or .csv",
     }.items():
         with pytest.raises(CheckpointError, match=reason):
-            p.Sweep.load(tmp_path / name)
+            load(tmp_path / name)
     sweep().save(tmp_path / "new.csv")
     rewrite(tmp_path / "new.csv.json", format_version=6)
     with pytest.raises(CheckpointError, match="format version 6"):
-        p.Sweep.load(tmp_path / "new.csv")
+        load(tmp_path / "new.csv")
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
@@ -125,9 +127,9 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="pip install pyarrow"):
         sweep().save(tmp_path / "other.parquet")
     with pytest.raises(CheckpointError, match="pip install pyarrow"):
-        p.Sweep.load(tmp_path / "sweep.parquet")
+        load(tmp_path / "sweep.parquet")
     sweep().save(tmp_path / "sweep.csv")
-    assert len(p.Sweep.load(tmp_path / "sweep.csv").frame) == SITES * POSITIONS
+    assert len(load(tmp_path / "sweep.csv").frame) == SITES * POSITIONS
 
 
 BAD = {
@@ -146,7 +148,7 @@ BAD = {
 def test_refused(case):
     changes, change, reason = BAD[case]
     with pytest.raises(ValueError, match=reason):  # an InputError is one
-        p.Sweep(change(values()), **RUN | changes)
+        Sweep(change(values()), **RUN | changes)
 
 
 # Agreement

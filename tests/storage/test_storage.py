@@ -26,12 +26,11 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
-from attn_only_lens import AttnOnlyLensError, Contrast, Work, load, save, transcoders
+from attn_only_lens import Contrast, Work, load, save, transcoders
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import CircuitGraph, attribution_graph
-from attn_only_lens.errors import CheckpointError
-from attn_only_lens.growth import Comparison, read_provenance
-from attn_only_lens.growth.comparison.results import _FRAMES
+from attn_only_lens.circuits import attribution_graph
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
+from attn_only_lens.growth.comparison.results import _FRAMES, Comparison
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
@@ -234,7 +233,7 @@ def store(folder):
 
 
 def loaded(path):
-    sweep = p.Sweep.load(path)
+    sweep = load(path)
     return {**vars(sweep), "rows": sweep.to_frame()}
 
 
@@ -273,7 +272,7 @@ KINDS = {
     "chunks": (chunks, chunks_in),
     "graph": (
         lambda f: graph().save(f / "g.json"),
-        lambda f: vars(CircuitGraph.load(f / "g.json")),
+        lambda f: vars(load(f / "g.json")),
     ),
     "transcoders": (
         lambda folder: transcoders.save(folder, {3: drawn(7, activation="topk")}),
@@ -281,7 +280,7 @@ KINDS = {
     ),
     "comparison": (
         lambda folder: comparison().save(folder),
-        lambda folder: vars(Comparison.load(folder)),
+        lambda folder: vars(load(folder)),
     ),
 }
 
@@ -361,16 +360,16 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(kind, tmp_path):
 
 def test_a_comparison_comes_back(tmp_path):
     stored, table = comparison(), tmp_path / "folder" / "new.csv"
-    same(vars(Comparison.load(stored.save(tmp_path / "folder"))), vars(stored))
+    same(vars(load(stored.save(tmp_path / "folder"))), vars(stored))
     stored.about["faithfulness"] = [float("nan")]
-    assert Comparison.load(stored.save(tmp_path / "folder")).about["faithfulness"] == [None]
+    assert load(stored.save(tmp_path / "folder")).about["faithfulness"] == [None]
     another = comparison()
     another.new.loc[0, "kept"] = 4
     another.save(tmp_path / "other")
     for name in ("new.csv", "new.csv.json"):  # an intact table from another comparison
         shutil.copy(tmp_path / "other" / name, table.with_name(name))
     with pytest.raises(AttnOnlyLensError, match=r"new\.csv was changed"):
-        Comparison.load(tmp_path / "folder")
+        load(tmp_path / "folder")
 
 
 # Malicious manifests
@@ -513,17 +512,15 @@ def resume(path):
     p.activation_patch(bridge(), contrast, sites="L0N3", work=Work(resume=path))
 
 
+ENDINGS = (".csv", ".json", ".parquet", ".safetensors", "/provenance.json")
 TAKES = {
     "save": lambda path: save(bridge(), path),
     "load": load,
-    "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
-    "Comparison.load": Comparison.load,
 }
 TAKES_FILE = {
-    "Sweep.load": lambda path: p.Sweep.load(f"{path}.csv"),
-    "read a graph": CircuitGraph.load,
+    **{f"load {end}": lambda path, end=end: load(f"{path}{end}") for end in ENDINGS},
     "write a graph": lambda path: graph().save(path),
     "write_html": lambda path: write_html("<p>", path),
 }
@@ -536,7 +533,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
     (folder / "text").mkdir(parents=True)
     ring.symlink_to(ring)
     odd = ["", text / "below" / "it", ring / "below", tmp_path / ("x" * 300), f"{tmp_path}/a\0b"]
-    odd += [text, ring, 3.5, b"name"] if name in TAKES else [folder] * (".load" not in name)
+    odd += [text, ring, 3.5, b"name"] if name in TAKES else [folder] * name.startswith("write")
     for path in odd:
         with pytest.raises(AttnOnlyLensError):
             (TAKES | TAKES_FILE)[name](path)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_only_lens import Contrast, pretrained, tasks
+from attn_only_lens import Contrast, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
@@ -17,7 +17,7 @@ PLACES = "cabinet", ["table", "door", "keys"]
 
 @pytest.fixture(scope="module")
 def model():
-    return pretrained.small_english()
+    return load("small-english")
 
 
 def prefers(model, clean, corrupted, right, wrong):

@@ -9,7 +9,7 @@ from browser import needs_browser
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.growth import Comparison
+from attn_only_lens.growth.comparison.results import Comparison
 
 
 def comparison_of_two(name="m"):

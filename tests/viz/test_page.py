@@ -53,9 +53,9 @@ WITHOUT_EXTRAS = """
 import sys
 sys.modules |= {"plotly": None, "circuitsvis": None}  # as if they were not installed
 import torch
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, patching, pretrained, viz
+from attn_only_lens import Contrast, circuits, expose_neuron_heads, load, patching, viz
 
-model = expose_neuron_heads(pretrained.modular_addition()).model
+model = expose_neuron_heads(load("modular-addition")).model
 clean, corrupted = torch.tensor([[[3, 4, 113]], [[3, 5, 113]]])
 contrast = Contrast(clean, corrupted, patching.logit_diff(7, 8))
 assert viz.attention_view(model, "L0N7", clean)

@@ -4,13 +4,13 @@ import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
-from attn_only_lens import explain, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import explain, expose_neuron_heads, load, tasks, viz
 
 
 @pytest.fixture(scope="module")
 def why():
     """Return an explanation with resampled prompts, whose graph is by role."""
-    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    model = expose_neuron_heads(load("small-english"), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
     return explain(model, task, resamples=2, strong=1.0)
 

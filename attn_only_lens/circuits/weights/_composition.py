@@ -73,8 +73,8 @@ class Compositions:
         n_pairs: the number of compared pairs.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import circuits, expose_neuron_heads, load
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> compositions = circuits.composition(model, "L0H2", ["L0N5", "L0N7"], "q")
         >>> compositions.frame[["writer", "reader"]].to_numpy().tolist()
         [['L0H2', 'L0N5'], ['L0H2', 'L0N7']]
@@ -162,8 +162,8 @@ def composition(
             that are unknown or not finite.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> from attn_only_lens import circuits, expose_neuron_heads, load
+        >>> model = expose_neuron_heads(load("modular-addition")).model
         >>> largest = circuits.composition(model, "heads", kind="q", top=3)
         >>> len(largest.frame), largest.n_pairs, bool(largest.frame.score.is_monotonic_decreasing)
         (3, 2048, True)

@@ -165,8 +165,8 @@ def token_circuit(
             output vocabulary.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
+        >>> from attn_only_lens import circuits, expose_neuron_heads, load
+        >>> model = expose_neuron_heads(load("small-english")).model
         >>> circuits.token_circuit(model, "L0H1", "qk").matrix
         FactoredMatrix: Shape(torch.Size([456, 456])), Hidden Dim(32)
         >>> circuits.token_circuit(model, "L0N5", "qk").top(3)["key"].tolist()
@@ -233,8 +233,8 @@ def copying_scores(
             are in both; weights that are not finite.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
+        >>> from attn_only_lens import circuits, expose_neuron_heads, load
+        >>> model = expose_neuron_heads(load("small-english")).model
         >>> frame = circuits.copying_scores(model, "heads")
         >>> frame.columns.tolist()
         ['name', 'layer', 'kind', 'eigenvalue_sum', 'copying', 'cosine']

@@ -114,8 +114,8 @@ def compare(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import Contrast, compare, grow, growth, patching, pretrained
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import Contrast, compare, grow, growth, load, patching
+        >>> model = load("modular-addition")
         >>> grown = grow(model, d_mlp=517, seed=0)
         >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
         ...                 patching.logit_diff([7, 8], [8, 7]))
@@ -240,7 +240,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, work: Work) -> N
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
-            "a model with provenance=grown.provenance or growth.read_provenance(folder)"
+            "a model with provenance=grown.provenance or load('folder/provenance.json')"
         )
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):

@@ -11,10 +11,11 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
+from attn_only_lens.storage.atomic import AnyPath
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
-_MANIFEST = "comparison.json"
+MANIFEST = "comparison.json"
 OLD_JOINED, NEW_LAYERS = "old, but only in the grown model's circuit", "in new layers"
 JOINED = {
     OLD_JOINED: ("old site", "old sites"),
@@ -142,31 +143,10 @@ class Comparison:
         _DOCUMENT.text(tokens=self.tokens, about=about, files={})  # refused before files change
         for name in _FRAMES:
             write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
-        # Write the manifest last, so that `load` rejects a folder that is only partly written.
+        # Write the manifest last, so that a folder that is only partly written cannot be read.
         files = file_digests(there, _files())
-        _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
+        _DOCUMENT.write(there / MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Comparison":
-        """Load a folder that `save` wrote; values in `about` that were not finite become None.
-
-        Raises:
-            CheckpointError: the folder is missing, damaged, or has another format version.
-        """
-        there = open_folder(folder)
-        manifest = _DOCUMENT.read(there / _MANIFEST)
-        if manifest["files"].keys() != _files():
-            got, expected = sorted(manifest["files"]), sorted(_files())
-            raise CheckpointError(f"{there} has files {got}; expected {expected}")
-        check_files(there, manifest["files"])
-        frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
-        for frame in frames.values():  # in CSV, missing names are empty strings
-            texts = frame.select_dtypes(exclude="number")
-            frame[texts.columns] = texts.where(texts != "")
-            if "exact" in frame:
-                frame["exact"] = frame["exact"].astype(str) == "True"
-        return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
 
     def __repr__(self) -> str:
         return (
@@ -174,6 +154,27 @@ class Comparison:
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
             f"neurons ({len(self.silent)} more are silent), {len(self.new)} new. {self.title}"
         )
+
+
+def read_comparison(folder: AnyPath) -> Comparison:
+    """Read a folder that `save` wrote; values in `about` that were not finite become None.
+
+    Raises:
+        CheckpointError: the folder is missing, damaged, or has another format version.
+    """
+    there = open_folder(folder)
+    manifest = _DOCUMENT.read(there / MANIFEST)
+    if manifest["files"].keys() != _files():
+        got, expected = sorted(manifest["files"]), sorted(_files())
+        raise CheckpointError(f"{there} has files {got}; expected {expected}")
+    check_files(there, manifest["files"])
+    frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
+    for frame in frames.values():  # in CSV, missing names are empty strings
+        texts = frame.select_dtypes(exclude="number")
+        frame[texts.columns] = texts.where(texts != "")
+        if "exact" in frame:
+            frame["exact"] = frame["exact"].astype(str) == "True"
+    return Comparison(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
 
 
 def _files() -> set[str]:

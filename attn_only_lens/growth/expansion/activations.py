@@ -104,10 +104,11 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import grow, growth, load, pretrained
+        >>> from attn_only_lens.growth.expansion.activations import activation_map
+        >>> model = load("modular-addition")
         >>> grown = grow(model, growth.compose(growth.InsertLayer(0), growth.AddHeads(1)))
-        >>> there = growth.activation_map(grown.provenance, "blocks.0.attn.hook_pattern")
+        >>> there = activation_map(grown.provenance, "blocks.0.attn.hook_pattern")
         >>> there.name
         'blocks.1.attn.hook_pattern'
         >>> tokens = pretrained.modular_addition_tokens()[:5]

@@ -46,7 +46,7 @@ class CentreStream(Expansion):
 
     Example:
         >>> from attn_only_lens.growth.expansion.centre import CentreStream
-        >>> from attn_only_lens.growth import read
+        >>> from attn_only_lens.growth.models._grow import read
         >>> from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
         >>> cfg = HookedTransformerConfig(
         ...     n_layers=1, d_model=6, n_ctx=5, d_head=3, d_vocab=7, attn_only=True, device="cpu"

@@ -47,8 +47,8 @@ class AddHeads(Expansion):
             heads in each group.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> grow(pretrained.modular_addition(), growth.AddHeads(2)).provenance.new_heads
+        >>> from attn_only_lens import grow, growth, load
+        >>> grow(load("modular-addition"), growth.AddHeads(2)).provenance.new_heads
         ('L0H4', 'L0H5')
     """
 

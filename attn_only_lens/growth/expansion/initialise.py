@@ -415,8 +415,8 @@ def cancelling(std: float | None = None) -> Initialiser:
         ValueError: the standard deviation is not positive.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> from attn_only_lens import grow, growth, load, pretrained
+        >>> model, tokens = load("modular-addition"), pretrained.modular_addition_tokens()[:7]
         >>> grown = grow(model, d_mlp=516, init=growth.init.cancelling(), seed=0)
         >>> W_in, W_out = grown.model.W_in[0], grown.model.W_out[0]
         >>> W_in[:, 512].equal(W_in[:, 513]), W_out[512].equal(-W_out[513])
@@ -445,8 +445,8 @@ def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
         ValueError: the share is not between 0 and 1, or the noise is not positive.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
+        >>> from attn_only_lens import grow, growth, load, pretrained
+        >>> model, tokens = load("modular-addition"), pretrained.modular_addition_tokens()[:7]
         >>> grown = grow(model, n_heads=8, init=growth.init.splits(), seed=0)
         >>> bool((grown.model(tokens) - model(tokens)).abs().max() < 1e-3)
         True

@@ -39,8 +39,8 @@ class InsertLayer(Expansion):
             initialiser.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> grown = grow(pretrained.modular_addition(), growth.InsertLayer(at=0))
+        >>> from attn_only_lens import grow, growth, load
+        >>> grown = grow(load("modular-addition"), growth.InsertLayer(at=0))
         >>> grown.provenance["L0H3"], grown.provenance.new_layers
         ('L1H3', ('L0',))
     """

@@ -30,8 +30,8 @@ class AddNeurons(Expansion):
         layers: the layers that get new neurons; None for all.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> grow(pretrained.modular_addition(), growth.AddNeurons(3)).provenance.new_neurons
+        >>> from attn_only_lens import grow, growth, load
+        >>> grow(load("modular-addition"), growth.AddNeurons(3)).provenance.new_neurons
         ('L0N512', 'L0N513', 'L0N514')
     """
 

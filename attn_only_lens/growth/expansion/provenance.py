@@ -263,9 +263,9 @@ class Provenance:
         source: fingerprint of the original model (`growth.identity`); None if only weights grew.
 
     Example:
-        >>> from attn_only_lens import growth, pretrained
-        >>> from attn_only_lens.growth import read
-        >>> weights = read(pretrained.modular_addition())
+        >>> from attn_only_lens import growth, load
+        >>> from attn_only_lens.growth.models._grow import read
+        >>> weights = read(load("modular-addition"))
         >>> steps = growth.InsertLayer(at=0), growth.AddNeurons(2, layers=[1])
         >>> _, provenance = growth.compose(*steps)(weights)
         >>> provenance["L0N17"], provenance["L0H1"], provenance.new_layers

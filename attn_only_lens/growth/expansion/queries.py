@@ -55,9 +55,9 @@ class WidenQueriesAndKeys(Expansion):
             of W_Q and b_Q are zero too, and stay zero under gradient descent.
 
     Example:
-        >>> from attn_only_lens import growth, pretrained
-        >>> from attn_only_lens.growth import read
-        >>> _, provenance = growth.WidenQueriesAndKeys(40)(read(pretrained.modular_addition()))
+        >>> from attn_only_lens import growth, load
+        >>> from attn_only_lens.growth.models._grow import read
+        >>> _, provenance = growth.WidenQueriesAndKeys(40)(read(load("modular-addition")))
         >>> provenance.scales["blocks.0.attn.W_K"]  # 32 became 72
         1.5
     """

@@ -54,8 +54,8 @@ class WidenStream(Expansion):
         n: how many coordinates to add to the residual stream.
 
     Example:
-        >>> from attn_only_lens import grow, growth, pretrained
-        >>> grown = grow(pretrained.modular_addition(), growth.WidenStream(8))
+        >>> from attn_only_lens import grow, growth, load
+        >>> grown = grow(load("modular-addition"), growth.WidenStream(8))
         >>> grown.model.cfg.d_model, grown.provenance.coordinates[-1]
         (136, 127)
     """

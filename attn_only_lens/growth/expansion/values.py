@@ -35,9 +35,9 @@ class WidenValues(Expansion):
         heads: the query heads to widen, in whole groups; None for all.
 
     Example:
-        >>> from attn_only_lens import growth, pretrained
-        >>> from attn_only_lens.growth import read
-        >>> grown, _ = growth.WidenValues(3)(read(pretrained.modular_addition()))
+        >>> from attn_only_lens import growth, load
+        >>> from attn_only_lens.growth.models._grow import read
+        >>> grown, _ = growth.WidenValues(3)(read(load("modular-addition")))
         >>> tuple(grown.tensors["blocks.0.attn.W_V"].shape)
         (4, 128, 35)
     """

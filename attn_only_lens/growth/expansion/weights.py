@@ -188,10 +188,10 @@ class Weights:
         constants: the model's constants.
 
     Example:
-        >>> from attn_only_lens import pretrained
-        >>> from attn_only_lens.growth import Axis
-        >>> from attn_only_lens.growth import read
-        >>> weights = read(pretrained.modular_addition())
+        >>> from attn_only_lens import load
+        >>> from attn_only_lens.growth.expansion.weights import Axis
+        >>> from attn_only_lens.growth.models._grow import read
+        >>> weights = read(load("modular-addition"))
         >>> weights.tensors["blocks.0.mlp.W_in"].shape == (
         ...     weights.sizes[Axis("d_model")], weights.sizes[Axis("d_mlp", 0)]
         ... )

@@ -124,8 +124,8 @@ class Grown:
 
         Example:
             >>> import torch
-            >>> from attn_only_lens import grow, pretrained
-            >>> model = pretrained.modular_addition()
+            >>> from attn_only_lens import grow, load
+            >>> model = load("modular-addition")
             >>> old = torch.optim.AdamW(model.parameters(), lr=1e-3)
             >>> grown = grow(model, d_mlp=640)
             >>> new = grown.optimizer(old, model)
@@ -159,12 +159,11 @@ class Grown:
 
         Example:
             >>> import tempfile
-            >>> from attn_only_lens import grow, pretrained
-            >>> from attn_only_lens.growth import read_provenance
-            >>> grown = grow(pretrained.modular_addition(), n_layers=2)
+            >>> from attn_only_lens import grow, load
+            >>> grown = grow(load("modular-addition"), n_layers=2)
             >>> with tempfile.TemporaryDirectory() as parent:
             ...     folder = grown.save_pretrained(f"{parent}/grown")
-            ...     read_provenance(folder) == grown.provenance
+            ...     load(folder / "provenance.json") == grown.provenance
             True
         """
         return save_pretrained(growable_of(self.model), self.provenance, folder)
@@ -214,8 +213,8 @@ def grow(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import grow, pretrained
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import grow, load, pretrained
+        >>> model = load("modular-addition")
         >>> grown = grow(model, d_mlp=517, n_layers=2, seed=0)
         >>> grown.provenance["L0N17"], grown.provenance.new_layers
         ('L0N17', ('L1',))
@@ -368,9 +367,9 @@ def identity(model: Any) -> Identity:
         GrowthError: the argument is not a model.
 
     Example:
-        >>> from attn_only_lens import convert, grow, pretrained
-        >>> from attn_only_lens.growth import identity
-        >>> model = pretrained.modular_addition()
+        >>> from attn_only_lens import convert, grow, load
+        >>> from attn_only_lens.growth.models._grow import identity
+        >>> model = load("modular-addition")
         >>> source = grow(model, d_mlp=517).provenance.source
         >>> source.differences(identity(convert(model).double()))
         []

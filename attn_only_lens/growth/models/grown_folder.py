@@ -25,8 +25,8 @@ from attn_only_lens.storage import (
     file_digests,
     listed_files,
     open_folder,
-    path_inside,
 )
+from attn_only_lens.storage.atomic import AnyPath, as_path
 
 _CARD = "README.md"
 _SIZES = {"d_model": "d_model", "head": "attention heads", "d_mlp": "neurons"}
@@ -98,14 +98,14 @@ Architectures](https://arxiv.org/abs/2308.06103) (2023).
 """
 
 
-def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
-    """Read the provenance from a folder that `Grown.save_pretrained` or the command `grow` wrote.
+def read_provenance(path: AnyPath) -> Provenance:
+    """Read the file `provenance.json` in the folder of a grown model.
 
     Raises:
-        CheckpointError: the folder contains no provenance, or the provenance cannot be read.
+        CheckpointError: there is no such file, or the provenance cannot be read.
     """
-    path = path_inside(open_folder(folder), PROVENANCE)
-    if not path.exists():
+    path = as_path(path)
+    if not os.path.lexists(path):
         raise CheckpointError(
             f"{path} is missing: this model has no provenance; expected a folder that "
             "`grown.save_pretrained` or `attn-only-lens grow` wrote. If the model was trained "

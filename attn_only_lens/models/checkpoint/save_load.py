@@ -124,7 +124,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     Example:
         >>> import tempfile, torch
         >>> from attn_only_lens import convert, load, pretrained, save
-        >>> model = convert(pretrained.modular_addition())
+        >>> model = convert(load("modular-addition"))
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     same = load(save(model, f"{parent}/added"))
         >>> tokens = pretrained.modular_addition_tokens()[:13]

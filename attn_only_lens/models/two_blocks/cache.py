@@ -52,8 +52,8 @@ class AttentionOnlyCache(ActivationCache):
     """An `ActivationCache` for converted models, which have two blocks per original layer.
 
     Example:
-        >>> from attn_only_lens import convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import convert, load, pretrained
+        >>> model = convert(load("modular-addition"))
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> cache.decompose_resid(return_labels=True)[1]
         ['embed', 'pos_embed', '0_attn_out', '0_mlp_out']

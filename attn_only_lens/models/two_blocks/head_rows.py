@@ -21,8 +21,8 @@ class HeadRows(Tensor):
     parts instead. Operations that change the length of the first axis return plain tensors.
 
     Example:
-        >>> from attn_only_lens import convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import convert, load, pretrained
+        >>> model = convert(load("modular-addition"))
         >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
         >>> stack, labels = cache.stack_head_results(pos_slice=-1, return_labels=True)
         >>> labels

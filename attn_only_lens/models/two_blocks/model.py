@@ -85,8 +85,8 @@ class HeadStack(QKAndOV):
         attns: the attention module of each layer.
 
     Example:
-        >>> from attn_only_lens import convert, pretrained
-        >>> converted = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import convert, load
+        >>> converted = convert(load("modular-addition"))
         >>> converted.attention_heads.W_Q.shape
         torch.Size([1, 4, 128, 32])
         >>> converted.neuron_heads.W_O.shape
@@ -209,8 +209,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     growth, layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`).
 
     Example:
-        >>> from attn_only_lens import convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
+        >>> from attn_only_lens import convert, load, pretrained
+        >>> model = convert(load("modular-addition"))
         >>> model.cfg.attn_only, len(model.blocks), model.source_cfg.n_layers
         (True, 2, 1)
         >>> logits, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:7])
