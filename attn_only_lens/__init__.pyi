@@ -18,16 +18,11 @@ from .engine.prompts import chat_tokens
 from .explanation import explain
 from .growth.comparison._compare import compare
 from .growth.models._grow import grow
-from .heads import (
-    HeadName,
-    dense_pattern,
-    neuron_gate,
-    neuron_pattern,
-)
+from .heads import HeadName, neuron_pattern
 from .models.checkpoint import save
 from .models.convert import convert
 from .models.expose import expose_neuron_heads
-from .models.gate_option import Bilinear, calibrate, original_neuron
+from .models.gate_option import Bilinear
 from .models.to_stock import to_stock
 from .work import Work
 
@@ -36,12 +31,10 @@ __all__ = [
     "Contrast",
     "HeadName",
     "Work",
-    "calibrate",
     "chat_tokens",
     "circuits",
     "compare",
     "convert",
-    "dense_pattern",
     "errors",
     "explain",
     "expose_neuron_heads",
@@ -49,10 +42,8 @@ __all__ = [
     "grow",
     "growth",
     "load",
-    "neuron_gate",
     "neuron_pattern",
     "neurons",
-    "original_neuron",
     "patching",
     "pretrained",
     "save",

@@ -9,7 +9,7 @@ from bridges import boot
 from common import mlp_hook, needs_hooked_transformer, relative, tokens
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, calibrate
+from attn_only_lens import Bilinear
 
 EXACT = 1e-12
 
@@ -36,7 +36,7 @@ def gated(model):
 
 def bilinear(model, heads=4):
     """Return bilinear gates for a model; those of gated MLPs are calibrated."""
-    return Bilinear(heads, calibration=calibrate(model, tokens()) if gated(model) else None)
+    return Bilinear.calibrated(model, tokens(), heads) if gated(model) else Bilinear(heads)
 
 
 def names_of(model, layer=1):

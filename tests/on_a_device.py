@@ -27,16 +27,13 @@ from analyses.tools.training import Training
 from attn_only_lens import (
     Bilinear,
     Contrast,
-    calibrate,
     circuits,
     compare,
     convert,
-    dense_pattern,
     expose_neuron_heads,
     grow,
     growth,
     load,
-    neuron_gate,
     neuron_pattern,
     neurons,
     save,
@@ -157,7 +154,7 @@ def with_heads(source, how, gate, device):
     model = source(device)
     if gate == "bilinear":
         gated = getattr(model.blocks[0].mlp, "W_gate", None) is not None
-        gate = Bilinear(calibration=calibrate(model, CLEAN) if gated else None)
+        gate = Bilinear.calibrated(model, CLEAN) if gated else Bilinear()
     if how == "converted":
         return convert(model, gate=gate)
     return expose_neuron_heads(model, gate=gate).model
@@ -206,8 +203,8 @@ def patterns(model):
     looked_up = neurons.neuron_statistics(model, ["L1N29"], neurons.Corpus(CLEAN.tolist()), k=3)
     return (
         neuron_pattern(cache, "L1N29"),
-        dense_pattern(cache, "L1N29"),
-        neuron_gate(cache, "L1N29"),
+        neuron_pattern(cache, "L1N29", dense=True),
+        neuron_pattern(cache, "L1N29")[..., 0],
         str(viz.attention_view(cache, ["L1N29", "L1H1"], texts[0])),
         looked_up.examples["largest.score"],
         looked_up.counts["z.counts"].sum(),
@@ -355,7 +352,7 @@ def verified(model):
     with expose_neuron_heads(model):
         results = [verify(model, model, CLEAN)]
     if HAS_HOOKED_TRANSFORMER:
-        gate = Bilinear(calibration=calibrate(model, CLEAN))
+        gate = Bilinear.calibrated(model, CLEAN)
         results += [
             verify(model, made, CLEAN) for made in (convert(model), convert(model, gate=gate))
         ]

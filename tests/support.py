@@ -291,24 +291,26 @@ def _generalized_silu(kit):
 LENS = {
     "Bilinear": _bilinear,
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
-    "calibrate": lambda kit: min(lens.calibrate(kit.gated, tokens()).ranges) > 0,
+    "Bilinear.calibrated": lambda kit: (
+        min(lens.Bilinear.calibrated(kit.gated, tokens()).calibration.ranges) > 0
+    ),
     "compare": lambda kit: (kit.comparison.heads["divergence"] < 1e-3).all(),
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
-    "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
     "explain": lambda kit: len(explain(kit.exposed, PAIR).table()),
     "expose_neuron_heads": lambda kit: (
         lens.expose_neuron_heads(kit.exposed, check=tokens()).verification.bitwise
     ),
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
-    "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
     "neuron_pattern": lambda kit: lens.neuron_pattern(kit.cache, "L0N3").shape == (BATCH, POS, 2),
-    "original_neuron": lambda kit: (
-        lens.original_neuron(
-            lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model, "L1N7"
+    "HeadName.original_neuron": lambda kit: (
+        lens.HeadName.parse("L1N7")
+        .original_neuron(
+            lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
         )
-        == "L1N3"
+        .index
+        == 3
     ),
     "save": lambda kit: torch.equal(
         lens.load(lens.save(kit.exposed, kit.out("saved")))(tokens()), kit.exposed(tokens())

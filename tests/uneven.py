@@ -8,7 +8,7 @@ slices of its weights, so no code that grows or shrinks models is used.
 import torch
 from models import FAMILIES, build
 
-from attn_only_lens import Bilinear, calibrate, convert
+from attn_only_lens import Bilinear, convert
 from attn_only_lens.heads import HeadName
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
@@ -44,8 +44,10 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
                 block.attn.W_O[:, VALUES[layer] :] = 0.0
                 block.attn.W_Q[..., WIDTHS[layer] :] = 0.0
                 block.attn.b_Q[..., WIDTHS[layer] :] = 0.0
-    calibration = calibrate(source, tokens) if gate and source.cfg.gated_mlp else None
-    uniform = convert(source, gate=Bilinear(gate, calibration=calibration) if gate else "exact")
+    option = Bilinear(gate) if gate else "exact"
+    if gate and source.cfg.gated_mlp:
+        option = Bilinear.calibrated(source, tokens, gate)
+    uniform = convert(source, gate=option)
     sizes = [
         LayerSizes(
             GROUPS[layer] * per_group,

@@ -31,7 +31,7 @@ from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text,
 from analyses.study import Setting, Study, Tables
 from analyses.tools import small_english as english
 from analyses.tools.training import claim
-from attn_only_lens import expose_neuron_heads, neuron_gate
+from attn_only_lens import expose_neuron_heads, neuron_pattern
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.exact import GATES
 
@@ -349,7 +349,8 @@ def from_mlp(model: Any, bridge: Any, text: Tensor) -> Iterator[Row]:
             ("the vector's value is 1, not 0", other),
         ):
             yield compared("remark", claim, control, out, sublayer(x), broken)
-        gates = torch.stack([neuron_gate(cache, f"L{layer}N{i}")[0] for i in range(len(zero))])
+        names = [f"L{layer}N{i}" for i in range(len(zero))]
+        gates = torch.stack([neuron_pattern(cache, name)[0, :, 0] for name in names])
         claim = f"its weights on persistent vectors = 1 - the package's gates, layer {layer}"
         control, broken = "the gates of the next neuron", 1 - gates.roll(1, 0)
         yield compared("remark", claim, control, pattern[:, :, -1], 1 - gates, broken)

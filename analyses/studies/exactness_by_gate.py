@@ -37,7 +37,7 @@ from analyses.post import (
 from analyses.study import Setting, Study, Tables
 from analyses.tools.benching import markdown, medians
 from analyses.tools.real_models import REAL, real
-from attn_only_lens import Bilinear, calibrate, convert, load, pretrained
+from attn_only_lens import Bilinear, convert, load, pretrained
 from attn_only_lens.gates.bilinear import BilinearGate
 from attn_only_lens.gates.exact import Gate
 from attn_only_lens.models.two_blocks.config import neurons_block
@@ -132,8 +132,8 @@ def gates(subject: Subject) -> dict[str, Literal["exact"] | Bilinear]:
     made: dict[str, Literal["exact"] | Bilinear]
     if subject.kind == "gated":
         assert subject.calibration is not None
-        calibration = calibrate(subject.source, subject.calibration)
-        made = {f"{m} heads": Bilinear(m, calibration=calibration) for m in (4, 6, 8, 12)}
+        calibrated = Bilinear.calibrated(subject.source, subject.calibration)
+        made = {f"{m} heads": replace(calibrated, heads=m) for m in (4, 6, 8, 12)}
     elif subject.kind == "gelu":
         made = {"slope 1.702": Bilinear(slope="paper")}
         made |= {f"m = {m}": Bilinear(m) for m in (1, 2, 4, 6, 8)}

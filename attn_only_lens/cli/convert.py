@@ -1,6 +1,7 @@
 """The commands `attn-only-lens convert` and `attn-only-lens verify`."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -69,7 +70,7 @@ def convert(
     inputs = _read_input(text, tokens_file) if calibrates else None
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
-    from attn_only_lens.models.gate_option import Bilinear, calibrate
+    from attn_only_lens.models.gate_option import Bilinear
     from attn_only_lens.storage import open_folder
 
     name = model.model
@@ -90,8 +91,10 @@ def convert(
         name = manifest["source_name"]
     else:
         source = load_model(name, model.dtype, model.device, hooked=True)
-        calibration = None if inputs is None else calibrate(source, _input_of(source, inputs))
-        bilinear = Bilinear(heads, tolerance, calibration)
+        bilinear = Bilinear(heads, tolerance)
+        if inputs is not None:
+            measured = Bilinear.calibrated(source, _input_of(source, inputs))
+            bilinear = replace(bilinear, calibration=measured.calibration)
         converted = convert_model(source, gate="exact" if gate == "exact" else bilinear)
     checkpoint.save(converted, out, source_name=name)
     n_heads = [block.cfg.n_heads for block in converted.blocks]

@@ -3,15 +3,13 @@
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads
 from attn_only_lens.heads.names import HeadName
-from attn_only_lens.heads.patterns import dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens.heads.patterns import neuron_pattern
 
 __all__ = [
     "HeadName",
-    "dense_pattern",
     "has_neuron_heads",
     "host_of",
     "logit_tolerance",
-    "neuron_gate",
     "neuron_pattern",
     "reasons_without_heads",
 ]

@@ -8,7 +8,7 @@ the transcoder's linear map W_skip). Analyses refer to heads by name, never by b
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -111,6 +111,36 @@ class HeadName:
                 f"point {name}; model.hook_dict lists all hook points"
             )
         return name
+
+    def original_neuron(self, model: Any) -> "HeadName":
+        """Return the original model's neuron that this neuron of a bilinear gate belongs to.
+
+        With `Bilinear(heads=m)`, neuron k of the model is one of the m heads of neuron k // m of
+        the original. To get one number for each neuron of the original from quantities that add up,
+        such as attributions, sum them over equal names. With exact gates, and for other heads than
+        neurons, the name stays the same.
+
+        Args:
+            model: a model that `convert` returned, or a model with exposed neuron-heads.
+
+        Raises:
+            UnknownHeadError: the model has no such head.
+            UnsupportedCallError: the model has no neuron-heads.
+
+        Example:
+            >>> from attn_only_lens import Bilinear, HeadName, expose_neuron_heads, load
+            >>> bridge = load("small-english")
+            >>> gate = Bilinear.calibrated(bridge, "The keys near the cabinet are old.", heads=4)
+            >>> model = expose_neuron_heads(bridge, copy=True, gate=gate).model
+            >>> names = map(HeadName.parse, ("L1N27", "L1N28", "L1N31", "L1H2"))
+            >>> [str(name.original_neuron(model)) for name in names]
+            ['L1N6', 'L1N7', 'L1N7', 'L1H2']
+        """
+        self.require_in(model)
+        if self.kind != "neuron":
+            return self
+        heads = host_of(model).neurons[self.layer]
+        return replace(self, index=self.index // (heads.n_neurons // len(heads.W_out)))
 
     def require_in(self, model: Any) -> None:
         """Raise the same errors as `hook` if a model does not have this head."""

@@ -21,20 +21,23 @@ from attn_only_lens.heads.host import (
 from attn_only_lens.heads.names import HeadName
 
 
-def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
+def neuron_pattern(
+    cache: ActivationCache, name: str, *, dense: bool = False
+) -> Float[Tensor, "batch pos key"]:
     """Return a neuron's attention (as an attention head) to the token itself and the bias token.
-
-    The last axis has two entries, one for the token itself and one for the bias token, instead of
-    one entry for each token. Plotting tools such as circuitsvis expect a square pattern over tokens
-    and would silently draw a wrong picture; use `dense_pattern` with such tools.
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
         name: a neuron-head by layer, `L5N1234`.
+        dense: return a row with one entry for each token, instead of two entries. Plotting tools
+            such as circuitsvis expect this; they would silently draw a wrong picture of the two.
 
     Returns:
         The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
-        none).
+        none). The last axis has two entries: `pattern[..., 0]` is the neuron's gate, the weight on
+        the token itself, which multiplies its value; `pattern[..., 1]` is the weight on the bias
+        token. If `dense`, these are on the diagonal of a square matrix over tokens, and in one more
+        column.
 
     Raises:
         UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
@@ -48,34 +51,15 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         >>> pattern = neuron_pattern(cache, "L0N7")
         >>> pattern.shape, bool((pattern.sum(-1) - 1).abs().max() < 1e-6)
         (torch.Size([5, 3, 2]), True)
+        >>> neuron_pattern(cache, "L0N7", dense=True).shape
+        torch.Size([5, 3, 4])
     """
     head = _neuron(cache, name)
     # The head axis is third from the end, with or without a batch axis.
-    return _block_pattern(cache, head).select(-3, head.index)
-
-
-def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the gate of a neuron: its attention to its own token, which multiplies its value.
-
-    Args:
-        cache: see `neuron_pattern`.
-        name: a neuron in a layer of the original model, `L5N1234`.
-
-    Returns:
-        One number per token; there is no batch axis if the cache has none.
-
-    Raises:
-        UnknownHeadError: see `neuron_pattern`.
-        UnsupportedCallError: see `neuron_pattern`.
-
-    Example:
-        >>> from attn_only_lens import expose_neuron_heads, load, neuron_gate, pretrained
-        >>> model = expose_neuron_heads(load("modular-addition")).model
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> neuron_gate(cache, "L0N7").shape
-        torch.Size([5, 3])
-    """
-    return neuron_pattern(cache, name)[..., SELF]
+    compact = _block_pattern(cache, head).select(-3, head.index)
+    if not dense:
+        return compact
+    return torch.cat([torch.diag_embed(compact[..., SELF]), compact[..., BIAS, None]], dim=-1)
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
@@ -133,24 +117,3 @@ def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point:
             "neuron-heads yet; call run_with_cache again"
         )
     return cache.cache_dict[hook]
-
-
-def dense_pattern(
-    cache: ActivationCache, name: str
-) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
-    """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
-
-    Plotting tools such as circuitsvis expect a square matrix. Each token's attention to itself is
-    on the diagonal; other weights between tokens are zero. The arguments and errors are the same as
-    for `neuron_pattern`.
-
-    Example:
-        >>> from attn_only_lens import dense_pattern, expose_neuron_heads, load, pretrained
-        >>> model = expose_neuron_heads(load("modular-addition")).model
-        >>> _, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:5])
-        >>> dense_pattern(cache, "L0N7").shape
-        torch.Size([5, 3, 4])
-    """
-    compact = neuron_pattern(cache, name)
-    diagonal = torch.diag_embed(compact[..., SELF])
-    return torch.cat([diagonal, compact[..., BIAS, None]], dim=-1)

@@ -1,7 +1,7 @@
 """The `gate` option of `convert` and `expose_neuron_heads`, and its calibration for gated MLPs."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 from attn_only_lens.gates.gating import EXACT, Gating
-from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
 
@@ -38,73 +37,11 @@ class Calibration:
     n_tokens: int
 
 
-@torch.no_grad()
-def calibrate(
-    model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
-) -> Calibration:
-    """Measure the largest |x · W_gate| of each layer on given tokens, where x is the MLP's input.
-
-    Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
-    sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). To check the range
-    on other input, pass it as `check` to `convert` or `expose_neuron_heads`, whose report has the
-    largest pre-activation and error.
-
-    Args:
-        model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
-        tokens: representative input [batch, pos], or a string if the model has a tokenizer.
-        margin: the factor by which the largest |x · W_gate| seen is multiplied.
-
-    Returns:
-        The ranges, to pass to `convert(model, gate=Bilinear(calibration=…))`.
-
-    Raises:
-        UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
-            be converted, or computes values that are not finite on these tokens.
-        UnsupportedCallError: the model cannot run on these tokens.
-        InputError: the margin is not a number of at least 1.
-
-    Example:
-        >>> import torch
-        >>> from transformer_lens import HookedTransformer, HookedTransformerConfig
-        >>> from attn_only_lens import Bilinear, calibrate, convert
-        >>> sizes = {"n_layers": 2, "d_model": 10, "n_heads": 2, "d_head": 5, "d_mlp": 7}
-        >>> vocabulary = {"d_vocab": 11, "n_ctx": 13, "act_fn": "silu", "gated_mlp": True}
-        >>> cfg = HookedTransformerConfig(**sizes, **vocabulary, seed=0, device="cpu")
-        >>> model = HookedTransformer(cfg)
-        >>> calibration = calibrate(model, torch.arange(11)[None])
-        >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels(neurons=True)[2]
-        'L0N0'
-    """
-    mlps = known_mlps(model, _PROBLEM)
-    if any(mlp.points.pre_linear is None for mlp in mlps):
-        reason = "its MLPs are not gated, so their bilinear gates need no calibration"
-        raise UnsupportedModelError([reason], _PROBLEM)
-    margin = as_plain(margin)
-    if not is_number(margin, 1):
-        raise InputError([f"got margin={margin!r}; expected a number of at least 1"], _PROBLEM)
-    tokens = checked_tokens(model, tokens)
-    largest = [0.0] * len(mlps)
-
-    def measure(layer: int, module: Any, inputs: Any, gate: Tensor) -> None:
-        largest[layer] = gate.abs().max().item()
-
-    with ExitStack() as stack:
-        for layer, mlp in enumerate(mlps):
-            hook = partial(measure, layer)
-            stack.enter_context(mlp.points.pre.register_forward_hook(hook))
-        model(tokens)
-    if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
-        reason = f"x · W_gate is not finite in layers {infinite}"
-        raise UnsupportedModelError([reason], _PROBLEM)
-    ranges = tuple(max(margin * value, 1e-6) for value in largest)
-    return Calibration(ranges, margin, tokens.numel())
-
-
 _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "heads": ("a whole number", (int,)),
     "tolerance": ("a number", (int, float)),
     "slope": ("a number, or 'paper'", (int, float)),
-    "calibration": ("a result of calibrate(model, tokens)", (Calibration,)),
+    "calibration": ("the calibration of Bilinear.calibrated(model, tokens)", (Calibration,)),
 }
 
 
@@ -116,15 +53,15 @@ class Bilinear:
     The model then has m times as many neurons: neuron i of an MLP of the original becomes the m
     neurons i · m to i · m + m - 1, each of them one head. Their sum approximates the activation of
     neuron i within a certified bound (`bilinear_gate`). Analyses treat them as any other neurons;
-    `original_neuron` returns the name of neuron i for any of them. In a plain MLP, the bound holds
-    for every real input, and silu is exact with one head. In a gated MLP, the bound holds only on
-    the range that `calibrate` has measured.
+    `HeadName.original_neuron` returns the name of neuron i for any of them. In a plain MLP, the
+    bound holds for every real input, and silu is exact with one head. In a gated MLP, the bound
+    holds only on the range that `Bilinear.calibrated` measures.
 
     Attributes:
         heads: m, the number of heads that replace one neuron; by default 8 for gated MLPs, and for
             plain MLPs the smallest number whose error is within `tolerance`.
         tolerance: for plain MLPs, the largest allowed error of the activation; by default 1e-3.
-        calibration: the result of `calibrate(model, tokens)`, which gated MLPs require.
+        calibration: the ranges of gated MLPs, which `Bilinear.calibrated(model, tokens)` measures.
         slope: for plain MLPs and m = 1, the slope in SiLU(slope · x) / slope: any positive number
             for relu, 1 to 3.2 for the gelus, or "paper" for the paper's gelu with slope 1.702
             (`bilinear_gate`).
@@ -153,41 +90,74 @@ class Bilinear:
                 wrong.append(f"got {name}={value!r}; expected {expected}")
         InputError.raise_if(wrong, "Bilinear cannot use these values")
 
+    @classmethod
+    def calibrated(
+        cls,
+        model: HookedTransformer | TransformerBridge,
+        tokens: Tokens | str,
+        heads: int | None = None,
+        *,
+        margin: float = 1.25,
+    ) -> "Bilinear":
+        """Return the option for a gated MLP, after measuring the ranges of its pre-activations.
+
+        Bilinear heads can approximate the activation of a gated MLP only on a bounded range,
+        because a sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). The
+        range of each layer is `margin` times the largest |x · W_gate| on the given tokens, where x
+        is the MLP's input. To check the range on other input, pass it as `check` to `convert` or
+        `expose_neuron_heads`, whose report has the largest pre-activation and error.
+
+        Args:
+            model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
+            tokens: representative input [batch, pos], or a string if the model has a tokenizer.
+            heads: m, the number of heads that replace one neuron; by default 8.
+            margin: the factor by which the largest |x · W_gate| seen is multiplied.
+
+        Raises:
+            UnsupportedModelError: the model has no gated MLPs (other gates need no calibration),
+                cannot be converted, or computes values that are not finite on these tokens.
+            UnsupportedCallError: the model cannot run on these tokens.
+            InputError: the margin is not a number of at least 1, or `heads` has the wrong type.
+
+        Example:
+            >>> from attn_only_lens import Bilinear, expose_neuron_heads, load
+            >>> model = load("small-english")
+            >>> gate = Bilinear.calibrated(model, "The keys near the cabinet are old.", heads=4)
+            >>> exposed = expose_neuron_heads(model, gate=gate, check="The key is new.")
+            >>> exposed.verification.ok
+            True
+        """
+        return cls(heads, calibration=_measured(model, tokens, margin))
+
 
 GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 
 
-def original_neuron(model: Any, name: str) -> str:
-    """Return the name of the original model's neuron that a neuron of a bilinear gate belongs to.
+@torch.no_grad()
+def _measured(model: Any, tokens: Tokens | str, margin: float) -> Calibration:
+    mlps = known_mlps(model, _PROBLEM)
+    if any(mlp.points.pre_linear is None for mlp in mlps):
+        reason = "its MLPs are not gated, so their bilinear gates need no calibration"
+        raise UnsupportedModelError([reason], _PROBLEM)
+    margin = as_plain(margin)
+    if not is_number(margin, 1):
+        raise InputError([f"got margin={margin!r}; expected a number of at least 1"], _PROBLEM)
+    tokens = checked_tokens(model, tokens)
+    largest = [0.0] * len(mlps)
 
-    With `Bilinear(heads=m)`, neuron k of the model is one of the m heads of neuron k // m of the
-    original. To get one number for each neuron of the original from quantities that add up, such
-    as attributions, sum them over equal names. With exact gates, all names stay the same.
+    def measure(layer: int, module: Any, inputs: Any, gate: Tensor) -> None:
+        largest[layer] = gate.abs().max().item()
 
-    Args:
-        model: a model that `convert` returned, or a model with exposed neuron-heads.
-        name: a head of the model, such as `L5N1234`. Names of other heads than neurons stay the
-            same.
-
-    Raises:
-        UnknownHeadError: the model has no such head.
-        UnsupportedCallError: the model has no neuron-heads.
-
-    Example:
-        >>> from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, load
-        >>> from attn_only_lens import original_neuron
-        >>> bridge = load("small-english")
-        >>> gate = Bilinear(4, calibration=calibrate(bridge, "The keys near the cabinet are old."))
-        >>> model = expose_neuron_heads(bridge, copy=True, gate=gate).model
-        >>> [original_neuron(model, name) for name in ("L1N27", "L1N28", "L1N31", "L1H2")]
-        ['L1N6', 'L1N7', 'L1N7', 'L1H2']
-    """
-    head = HeadName.parse(name)
-    head.require_in(model)
-    if head.kind != "neuron":
-        return name
-    heads = host_of(model).neurons[head.layer]
-    return str(replace(head, index=head.index // (heads.n_neurons // len(heads.W_out))))
+    with ExitStack() as stack:
+        for layer, mlp in enumerate(mlps):
+            hook = partial(measure, layer)
+            stack.enter_context(mlp.points.pre.register_forward_hook(hook))
+        model(tokens)
+    if infinite := [layer for layer, value in enumerate(largest) if not value < float("inf")]:
+        reason = f"x · W_gate is not finite in layers {infinite}"
+        raise UnsupportedModelError([reason], _PROBLEM)
+    ranges = tuple(max(margin * value, 1e-6) for value in largest)
+    return Calibration(ranges, margin, tokens.numel())
 
 
 def gating_for(
@@ -232,13 +202,13 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     if option.calibration is None:
         raise ValueError(
             "its MLPs are gated, and bilinear gates approximate their activation only on a bounded "
-            "range: pass calibration=calibrate(model, tokens)"
+            "range: pass gate=Bilinear.calibrated(model, tokens)"
         )
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
             f"the calibration has ranges for {len(ranges)} layers, but the model has {n_layers}: "
-            "call calibrate with this model"
+            "call Bilinear.calibrated with this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

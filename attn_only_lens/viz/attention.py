@@ -17,6 +17,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.axes import SELF
 from attn_only_lens.engine.model_checks import mode_reasons
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
@@ -28,7 +29,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, host_of, neuron_gate
+from attn_only_lens.heads import HeadName, host_of, neuron_pattern
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.viz.page import (
@@ -201,7 +202,7 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
         cached_activation(cache, head.layer, head.kind, point)[..., head.index, 0]
         for point in ("z", "v")
     )
-    quantities = {"z": z, "gate": neuron_gate(cache, name), "value": value}
+    quantities = {"z": z, "gate": neuron_pattern(cache, name)[..., SELF], "value": value}
     numbers = {
         key: short_numbers(_of_prompt(x, prompt, cache.has_batch_dim).tolist(), 4)
         for key, x in quantities.items()

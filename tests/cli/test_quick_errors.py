@@ -100,7 +100,7 @@ OF_A_MODEL = {
     "the same number of tokens": ("circuit", "MODEL", *CLEAN, *ANSWERS, *PAGE, "--corrupted", "w3"),
     "has format None": ("picture", "no.json", *PAGE),
     "--bars for": ("picture", "no.json", *PAGE, "--bars", 3),
-    "has format 'attn_only_lens.CircuitGraph'; expected": ("evaluate", "MODEL", "graph.json", *PAIR),
+    "has format 'attn_only_lens.CircuitGraph';": ("evaluate", "MODEL", "graph.json", *PAIR),
     "cannot run on these prompts: - prompts: tokens: got values": (
         *("pattern", "MODEL", "--prompt", "0,99", "--token-ids", "--layer", 1, *PAGE),
     ),

@@ -10,7 +10,7 @@ from einops import rearrange
 from models import CORE, build
 from transformer_lens import ActivationCache
 
-from attn_only_lens import convert
+from attn_only_lens import convert, neuron_pattern
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache
 
@@ -274,7 +274,7 @@ def test_keys_slices_and_copies():
     one = cache.apply_slice_to_batch_dim(1)
     assert isinstance(one, AttentionOnlyCache)
     assert torch.equal(one["z", 3], cache["z", 3][1])
-    pattern = one.model.neuron_pattern(one, "L1N5")
+    pattern = neuron_pattern(one, "L1N5")
     assert torch.equal(pattern, cache["pattern", 3][1, 5])
     assert isinstance(cache.to("cpu"), AttentionOnlyCache)
     assert isinstance(one.remove_batch_dim(), AttentionOnlyCache)

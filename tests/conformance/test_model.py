@@ -7,7 +7,7 @@ from models import BASE, CORE, build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
 
-from attn_only_lens import convert
+from attn_only_lens import convert, neuron_pattern
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
@@ -129,7 +129,7 @@ def test_run_with_cache_options():
         torch.testing.assert_close(cache[hook], everything[hook], rtol=1e-11, atol=1e-99)
     _, one = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
     assert one[hook].shape == (37, 11, 2)
-    assert converted.neuron_pattern(one, "L1N3").shape == (11, 2)
+    assert neuron_pattern(one, "L1N3").shape == (11, 2)
     _, plain = converted.run_with_cache(tokens(), return_cache_object=False)
     assert type(plain) is dict
 

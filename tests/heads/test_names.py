@@ -11,7 +11,6 @@ from attn_only_lens import (
     HeadName,
     convert,
     expose_neuron_heads,
-    original_neuron,
 )
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 
@@ -90,11 +89,11 @@ def test_the_original_neuron_of_each_neuron(m):
     gate = "exact" if m == 1 else Bilinear(m)
     model = expose_neuron_heads(boot("gpt2"), gate=gate).model
     expected = [f"L1N{i}" for i in range(D_MLP) for _ in range(m)]
-    assert [original_neuron(model, f"L1N{k}") for k in range(m * D_MLP)] == expected
-    assert original_neuron(model, "L1H1") == "L1H1"
-    for name in (f"L1N{m * D_MLP}", "L1N5.0"):
-        with pytest.raises(UnknownHeadError):
-            original_neuron(model, name)
+    names = [HeadName(1, "neuron", k) for k in range(m * D_MLP)]
+    assert [str(name.original_neuron(model)) for name in names] == expected
+    assert str(HeadName.parse("L1H1").original_neuron(model)) == "L1H1"
+    with pytest.raises(UnknownHeadError):
+        HeadName.parse(f"L1N{m * D_MLP}").original_neuron(model)
 
 
 def test_a_model_without_neuron_heads_is_refused():

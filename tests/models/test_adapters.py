@@ -200,16 +200,15 @@ class ChangedKit(support.Kit):
 
 
 OF_NO_SUCH_MODEL = {
-    "original_neuron",  # reads names and sizes, no weights
+    "HeadName.original_neuron",  # reads names and sizes, no weights
     # These take models without neuron-heads, tokens or files.
-    *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow", "load"),
-    *("token_texts", "compare", "agreement", "brackets", "greater_than", "ioi", "from_jsonl"),
+    *("Bilinear", "GeneralizedSiLU", "Bilinear.calibrated", "chat_tokens", "convert", "grow"),
+    *("load", "compare", "agreement", "brackets", "greater_than", "ioi", "from_jsonl"),
     *("from_pair", "solved_by", "comparison_circuit", "comparison_report", *support.GROWTH),
     # These take models whose neurons are not exposed.
-    *("expose_neuron_heads", "Grown.save_pretrained", "Grown.shrink", "read", "read_provenance"),
+    *("expose_neuron_heads", "Grown.save_pretrained", "Grown.shrink"),
     # These take activations from the user's forward pass, or names.
-    *("AttentionOnlyCache", "HeadName", "dense_pattern", "neuron_gate", "neuron_pattern"),
-    *("identity", "to_stock"),
+    *("HeadName", "neuron_pattern", "to_stock"),
 }
 NOT_TRIED = ("attn-only-lens", "attn_only_lens.transcoders")
 ROWS = [

@@ -10,7 +10,7 @@ import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
 from models import build
 
-from attn_only_lens import Bilinear, calibrate, convert
+from attn_only_lens import Bilinear, convert, neuron_pattern
 from attn_only_lens.errors import (
     InputError,
     UnknownHeadError,
@@ -27,10 +27,11 @@ HEADS = {"silu": 1, "relu": 1}  # all other activations have 4
 def bilinear(source, copy_weights=False, **options):
     """Return the source converted, with 4 heads per neuron where its activation allows it."""
     if source.cfg.gated_mlp:
-        how = {"heads": 4, "calibration": calibrate(source, tokens())}
+        gate = Bilinear.calibrated(source, tokens(), heads=4)
     else:
-        how = {"heads": HEADS.get(source.cfg.act_fn, 4)}
-    return convert(source, gate=Bilinear(**how | options), copy_weights=copy_weights)
+        gate = Bilinear(HEADS.get(source.cfg.act_fn, 4))
+    gate = dataclasses.replace(gate, **options)
+    return convert(source, gate=gate, copy_weights=copy_weights)
 
 
 def approximated(source, model):
@@ -130,12 +131,12 @@ def test_names_and_parts():
     _, cache = model.run_with_cache(tokens())
     stack = cache.get_full_resid_decomposition(expand_neurons=True)
     assert relative(stack.sum(0), cache["resid_post", 5]) <= 1e-11
-    gate = model.neuron_gate(cache, "L1N29")
+    gate = neuron_pattern(cache, "L1N29")[..., 0]
     torch.testing.assert_close(gate * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
-    pattern = model.neuron_pattern(cache, "L1N118")
+    pattern = neuron_pattern(cache, "L1N118")
     assert torch.equal(pattern, cache["pattern", 3][:, 29 * 4 + 2])
     with pytest.raises(UnknownHeadError):
-        model.neuron_pattern(cache, "L1N148")
+        neuron_pattern(cache, "L1N148")
     # A later change of the gates would misalign every label, so the settings are read-only.
     for name, value in (("gating", convert(build("gelu")).cfg.gating), ("act_fn", "relu")):
         with pytest.raises(UnsupportedCallError, match=f"{name} is read-only after conversion"):
@@ -144,13 +145,13 @@ def test_names_and_parts():
 
 def test_refused_with_all_reasons():
     gelu, llama = build("gelu"), build("llama")
-    calibration = calibrate(llama, tokens())
+    calibration = Bilinear.calibrated(llama, tokens()).calibration
     far = dataclasses.replace(calibration, ranges=(1e4, 3.0, 1e5))
     for model, gate, message in (
         (gelu, "bilinear", r"expected 'exact', attn_only_lens\.Bilinear"),
         (gelu, Bilinear(3), r"got heads=3; gelu has gates with \[1, 2, 4, 6, 8\]"),
         (gelu, Bilinear(calibration=calibration), "leave it out"),
-        (llama, Bilinear(), "calibrate"),
+        (llama, Bilinear(), "calibrated"),
         (llama, Bilinear(tolerance=1e-3, calibration=calibration), "error depends on the limit"),
         (llama, Bilinear(calibration=far), r"layers \[0\]: .*; layers \[2\]: "),
         (build("llama", n_layers=2), Bilinear(calibration=calibration), "ranges for 3 layers"),

@@ -18,7 +18,6 @@ from torch import nn
 
 from attn_only_lens import (
     Bilinear,
-    calibrate,
     convert,
     grow,
     growth,
@@ -64,7 +63,7 @@ def test_round_trip(name, tmp_path):
 @torch.no_grad()
 def test_bilinear_gates_in_bfloat16(tmp_path):
     source = build("llama", dtype=torch.bfloat16, scale=0.2)
-    gate = Bilinear(4, calibration=calibrate(source, tokens()))
+    gate = Bilinear.calibrated(source, tokens(), heads=4)
     model = convert(source, gate=gate)
     loaded = load(save(model, tmp_path / "saved"))
     same(model, loaded)

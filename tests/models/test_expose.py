@@ -5,6 +5,7 @@ from the weights of the transformers model without a bridge.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens import (
     Bilinear,
     convert,
-    dense_pattern,
     expose_neuron_heads,
-    neuron_gate,
     neuron_pattern,
 )
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
@@ -310,10 +309,12 @@ def test_another_activation_than_the_configuration_says():
     expose_neuron_heads(bridge)
     _, cache = bridge.run_with_cache(tokens())
     q = cache[mlp_hook("q")][..., NEURON, 0]
-    torch.testing.assert_close(neuron_gate(cache, "L1N29"), torch.sigmoid(q))
+    torch.testing.assert_close(neuron_pattern(cache, "L1N29")[..., 0], torch.sigmoid(q))
 
 
 # Accessors of caches
+
+READS = (neuron_pattern, partial(neuron_pattern, dense=True))
 
 
 @pytest.mark.parametrize("make", each(["gpt2"], ["llama"]))
@@ -321,18 +322,15 @@ def test_another_activation_than_the_configuration_says():
 def test_accessors(make):
     plain_model, model = make(), expose_neuron_heads(make()).model
     _, cache = model.run_with_cache(tokens())
-    pattern, gate, dense = (
-        read(cache, "L1N29") for read in (neuron_pattern, neuron_gate, dense_pattern)
-    )
+    pattern, dense = (read(cache, "L1N29") for read in READS)
     assert torch.equal(pattern, cache[mlp_hook("pattern")][:, NEURON])
-    assert torch.equal(gate, pattern[..., 0])
     assert dense.shape == (2, POS, POS + 1)
     assert torch.equal(dense.diagonal(dim1=1, dim2=2), pattern[..., 0])
     assert torch.equal(dense[..., -1], pattern[..., 1])
     assert relative(neuron_pattern(cache, "L1N28"), pattern) > 1e-3
     single = model.run_with_cache(tokens()[:1], remove_batch_dim=True)[1]
     few = model.run_with_cache(tokens(), names_filter=[mlp_hook("pattern")])[1]
-    for read in (neuron_pattern, neuron_gate, dense_pattern):
+    for read in READS:
         whole = read(cache, "L1N29")
         assert relative(read(single, "L1N29"), whole[0]) <= EXACT
         assert relative(read(few, "L1N29"), whole) <= EXACT
@@ -353,6 +351,6 @@ def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
         _, cache = bridge.run_with_cache(tokens())
         assert neuron_pattern(cache, "L1N147").shape == (2, POS, 2)
     with expose_neuron_heads(bridge):
-        for read in (neuron_pattern, neuron_gate, dense_pattern):
+        for read in READS:
             with pytest.raises(UnsupportedCallError, match=r"148 neuron-heads .* now has 37"):
                 read(cache, "L1N12")

@@ -7,7 +7,7 @@ from models import build
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from attn_only_lens import Bilinear, calibrate, convert, to_stock
+from attn_only_lens import Bilinear, convert, to_stock
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.to_stock import stock_bytes
 from attn_only_lens.tl import Attention, HookedTransformer, HookedTransformerConfig
@@ -180,7 +180,7 @@ def test_nothing_is_shared_and_weights_are_those_of_now():
 
 def test_lower_precision_and_what_it_cannot_hold():
     source = build("llama", dtype=torch.bfloat16, scale=0.2)
-    model = convert(source, gate=Bilinear(calibration=calibrate(source, tokens())))
+    model = convert(source, gate=Bilinear.calibrated(source, tokens()))
     with pytest.raises(UnsupportedModelError, match=r"call \.to\(torch\.float32\) first"):
         to_stock(model)
     stock = to_stock(model.to(torch.float32, print_details=False))

@@ -1,4 +1,4 @@
-"""Tests that `verify` reports the right errors and detects wrong models, and of `calibrate`."""
+"""Tests that `verify` reports the right errors and detects wrong models, and of `calibrated`."""
 
 import math
 
@@ -10,7 +10,7 @@ from common import POS, mlp_hook, tokens
 from exposed_states import EXACT, bilinear, each
 from torch import nn
 
-from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models import Calibration
@@ -179,19 +179,20 @@ def test_refused():
 
 @pytest.mark.parametrize("make", each(["phi3", "native_gated"], ["llama"]))
 @torch.no_grad()
-def test_calibrate(make):
+def test_calibrated(make):
     """The ranges are computed from the pre-activations in TransformerLens' own cache."""
     model = make()
     _, cache = model.run_with_cache(tokens())
-    calibration = calibrate(model, tokens(), margin=1.5)
+    calibration = Bilinear.calibrated(model, tokens(), margin=1.5).calibration
     for layer, limit in enumerate(calibration.ranges):
         largest = cache[f"blocks.{layer}.mlp.hook_pre"].abs().max().item()
         assert limit == pytest.approx(1.5 * largest, rel=1e-12)
     assert calibration.n_tokens == 2 * POS
-    assert calibration == calibrate(exposed_copy(model), tokens(), margin=1.5)
+    again = Bilinear.calibrated(exposed_copy(model), tokens(), margin=1.5)
+    assert calibration == again.calibration
 
 
-def test_calibrate_refuses():
+def test_calibrated_refuses():
     bridge = boot("llama")
     bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
     for model, inputs, message in (
@@ -200,6 +201,6 @@ def test_calibrate_refuses():
         (bridge, tokens(), r"not finite in layers \[1\]|layer 1"),
     ):
         with pytest.raises((UnsupportedModelError, UnsupportedCallError), match=message):
-            calibrate(model, inputs)
+            Bilinear.calibrated(model, inputs)
     with pytest.raises(ValueError, match=r"got margin=0\.5"):
-        calibrate(bridge, tokens(), margin=0.5)
+        Bilinear.calibrated(bridge, tokens(), margin=0.5)

@@ -10,7 +10,15 @@ from bridges import boot, exposed_copy
 from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, load, neuron_gate, neurons
+from attn_only_lens import (
+    Bilinear,
+    HeadName,
+    Work,
+    expose_neuron_heads,
+    load,
+    neuron_pattern,
+    neurons,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import statistics
@@ -68,7 +76,7 @@ def looked_up(model, texts, names):
             head = HeadName.parse(name)
             z, v = (cache[head.hook(point, model)][0] for point in "zv")
             z, v = (x[:, head.index, 0] for x in (z, v))
-            gate = neuron_gate(cache, name)[0].tolist()
+            gate = neuron_pattern(cache, name)[..., 0][0].tolist()
             for i, token in enumerate(piece):
                 window = slice(max(0, i - 2), i + 2)
                 rows[name].append(

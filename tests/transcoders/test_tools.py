@@ -20,7 +20,7 @@ from drawn_transcoders import (
 )
 from patched_runs import node_outputs, others_held
 
-from attn_only_lens import Contrast, circuits, dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens import Contrast, circuits, neuron_pattern
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.transcoders import attach
@@ -243,8 +243,8 @@ def test_patterns_are_gates(case):
             expected = case.runs[0]["w"][..., feature]
             pattern = neuron_pattern(cache, f"L{L}F{feature}")
             assert torch.equal(pattern, torch.stack([expected, 1 - expected], -1))
-            assert torch.equal(neuron_gate(cache, f"L{L}F{feature}"), expected)
-            assert dense_pattern(cache, f"L{L}F{feature}").shape == (2, 5, 6)
+            assert torch.equal(neuron_pattern(cache, f"L{L}F{feature}")[..., 0], expected)
+            assert neuron_pattern(cache, f"L{L}F{feature}", dense=True).shape == (2, 5, 6)
 
 
 @pytest.mark.parametrize("part", ["z", "pattern", "value"])

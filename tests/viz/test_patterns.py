@@ -11,9 +11,7 @@ from browser import needs_browser
 from common import POS, tokens
 
 from attn_only_lens import (
-    dense_pattern,
     expose_neuron_heads,
-    neuron_gate,
     neuron_pattern,
     viz,
 )
@@ -143,8 +141,7 @@ def test_refused_texts_and_caches(cache):
 
 READERS = (
     lambda cache: neuron_pattern(cache, "L1N29"),
-    lambda cache: neuron_gate(cache, "L1N29"),
-    lambda cache: dense_pattern(cache, "L1N29"),
+    lambda cache: neuron_pattern(cache, "L1N29", dense=True),
     lambda cache: viz.attention_view(cache, "L1N29", TEXTS),
 )
 

@@ -6,7 +6,6 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Residual
@@ -15,7 +14,6 @@ from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.host import CHANGED, HeadKind, PassState, WithNeuronHeads
 from attn_only_lens.heads.names import head_labels
-from attn_only_lens.heads.patterns import neuron_gate, neuron_pattern
 from attn_only_lens.models.base import HookedTransformerHost
 from attn_only_lens.models.norms import LayerNorms, hooked_norms
 from attn_only_lens.models.shared_weights import parted_reasons
@@ -216,8 +214,6 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         >>> logits, cache = model.run_with_cache(pretrained.modular_addition_tokens()[:7])
         >>> cache["pattern", 1].shape  # [batch, d_mlp, pos, (self, bias)]
         torch.Size([7, 512, 3, 2])
-        >>> model.neuron_pattern(cache, "L0N211").shape
-        torch.Size([7, 3, 2])
     """
 
     cfg: AttentionOnlyConfig
@@ -271,14 +267,6 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         """Return the names of all attention heads and, if `neurons` is set, of all neuron-heads."""
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
-
-    def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-        """Return a neuron-head's attention weights on the token itself and on the bias token."""
-        return neuron_pattern(cache, name)
-
-    def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return a neuron's gate: its attention to the token itself."""
-        return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
     """Input weights [layer, d_model, d_mlp] of the neurons in every layer of the original."""
