@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from attn_only_lens import viz
 from attn_only_lens.neurons.statistics import Example
+from attn_only_lens.viz.circuit_data import NodeDetails
 
 EVIL = [
     "<bos>",
@@ -55,10 +55,10 @@ def details():
     """Return details of one neuron by name, and of one node by id."""
     ramp = [t / len(EVIL) for t in range(len(EVIL))]
     return {
-        "L1N4": viz.NodeDetails(
+        "L1N4": NodeDetails(
             pattern=ramp,
             writes=[("</script>", 2.5), (" Zebra", -1.28)],
             examples=[Example(("a", " <b>"), (0.5, -0.25), (0.75, 0.5), 1, -0.25, 3)],
         ),
-        "L1H3@6": viz.NodeDetails(pattern=ramp[::-1]),
+        "L1H3@6": NodeDetails(pattern=ramp[::-1]),
     }

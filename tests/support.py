@@ -267,11 +267,6 @@ def _read_pairs(kit):
     return tasks.from_jsonl(task_tokenizer(), 1, path, keys=keys)
 
 
-def _page(kit):
-    about = {"tokens": WORDS, "metric": "logit", "value": 1.0, "model": "added", "n_layers": 2}
-    return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
-
-
 def _generalized_silu(kit):
     silu = lens.gates.GeneralizedSiLU(0.5, 2.0)
     if kit.kind == HOOKED:
@@ -388,20 +383,17 @@ CIRCUITS = {
 }
 VIZ = {
     "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
-    "circuit_page": lambda kit: len(_page(kit)),
     "circuit_view": lambda kit: len(viz.circuit_view(kit.graph, kit.exposed, ONE_RUN)),
-    "comparison_circuit": lambda kit: len(viz.comparison_circuit(kit.comparison)),
     "comparison_report": lambda kit: len(viz.comparison_report(kit.comparison)),
     "neuron_page": lambda kit: len(
         viz.neuron_page(kit.exposed, ["L1N3"], neurons.Corpus([TEXT, OTHER]))
     ),
-    "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
-    "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
-    "transfer_heatmap": lambda kit: viz.transfer_heatmap(_transfer(kit)).data,
-    "write_html": lambda kit: viz.write_html(
-        viz.sweep_bars(kit.sweep()), kit.out("x.html")
-    ).exists(),
-    "write_svg": lambda kit: viz.write_svg(_page(kit), kit.out("x.svg")).exists(),
+    "bars": lambda kit: viz.bars(kit.sweep()).data,
+    "heatmap": lambda kit: viz.heatmap(kit.sweep()).data and viz.heatmap(_transfer(kit)).data,
+    "write": lambda kit: (
+        viz.write(viz.bars(kit.sweep()), kit.out("x.html")).exists()
+        and viz.write(viz.circuit_view(kit.comparison), kit.out("x.svg")).exists()
+    ),
 }
 NEURONS = {
     "corpus_statistics": lambda kit: (
@@ -470,7 +462,7 @@ COMMANDS = {
     "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
 }
 OF_NO_MODEL = {
-    *("errors", "bilinear_gate", "NodeDetails"),
+    *("errors", "bilinear_gate"),
     # What users make to say what they want.
     *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
     "ComparisonSizes",

@@ -267,9 +267,9 @@ REFUSED = {
         ),
         "got by='z' and metric=",
     ),
-    "rows of a heatmap": (lambda m: viz.sweep_heatmap(SWEEP, rows="head"), "got rows='head'"),
-    "matrix": (lambda m: viz.transfer_heatmap([[1.0]]), "expected a frame from circuits.transfer"),
-    "large matrix": (lambda m: viz.transfer_heatmap(VALUES.iloc[:0]), "got a 0 × "),
+    "rows of a heatmap": (lambda m: viz.heatmap(SWEEP, rows="head"), "got rows='head'"),
+    "matrix": (lambda m: viz.heatmap([[1.0]]), "expected a sweep, or a frame from"),
+    "large matrix": (lambda m: viz.heatmap(VALUES.iloc[:0]), "got a 0 × "),
     "texts of a pattern": (
         lambda m: viz.attention_view(m, ["L0H1"], ["a", "b"]),
         "got a list of texts",

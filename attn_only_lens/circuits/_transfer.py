@@ -28,7 +28,7 @@ def transfer(
 
     Returns:
         A frame of faithfulness values with one row per circuit and one column per contrast.
-        `viz.transfer_heatmap` draws it.
+        `viz.heatmap` draws it.
 
     Raises:
         InputError: a contrast lacks one of a circuit's roles, or an argument of `evaluate` is

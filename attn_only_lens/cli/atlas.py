@@ -62,7 +62,7 @@ def atlas(
     from attn_only_lens.engine.sites import Sites, resolve_sites
     from attn_only_lens.heads.host import WIDE_KINDS
     from attn_only_lens.neurons import Corpus, corpus_statistics
-    from attn_only_lens.viz import write_html
+    from attn_only_lens.viz import write
     from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
     from attn_only_lens.work import Work
 
@@ -81,11 +81,11 @@ def atlas(
     index = out / "index.html"
     with working("drawing"):
         if len(everything) <= MOST_NEURONS:
-            write_html(page_of_statistics(loaded, statistics), index)
+            write(page_of_statistics(loaded, statistics), index)
         else:
             pages = {layer: f"layer-{layer:02d}.html" for layer in of_layers}
             for layer, of_layer in of_layers.items():
                 page = page_of_statistics(loaded, statistics.of(of_layer), pages)
-                write_html(page, out / pages[layer])
-            write_html(index_of_layers(statistics, pages), index)
+                write(page, out / pages[layer])
+            write(index_of_layers(statistics, pages), index)
     say_page(index)

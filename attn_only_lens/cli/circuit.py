@@ -166,7 +166,7 @@ def circuit(
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
-    from attn_only_lens.viz import circuit_view, write_html
+    from attn_only_lens.viz import circuit_view, write
 
     loaded, contrast = prompts.run(model)
     minimal = None
@@ -180,7 +180,7 @@ def circuit(
     if out.suffix == ".json":
         graph.save(out)
     else:
-        write_html(circuit_view(graph, loaded, contrast), out)
+        write(circuit_view(graph, loaded, contrast), out)
     if minimal is not None:
         typer.echo(repr(minimal).partition("\n")[0])
     _print_largest(graph, top)

@@ -133,8 +133,8 @@ def compare(
             error.so_far.save(out)
         raise
     comparison.save(out)
-    viz.write_html(viz.comparison_report(comparison), out / "report.html")
-    viz.write_html(viz.comparison_circuit(comparison), out / "circuit.html")
+    viz.write(viz.comparison_report(comparison), out / "report.html")
+    viz.write(viz.circuit_view(comparison), out / "circuit.html")
     _print_summary(comparison)
     say_page(out / "report.html", "tables and figures")
     say_page(out / "circuit.html", "nodes and edges that were kept, lost and gained")

@@ -51,4 +51,4 @@ def demo(
     seen = neuron_statistics(model, why.neurons, texts, work=Work(progress="texts"))
     page = viz.neuron_page(model, None, seen)
     say_page(why.page(out / "circuit.html", examples=seen.frame()), "the circuit; click a node")
-    say_page(viz.write_html(page, out / "neurons.html"), "the circuit's neurons, over texts")
+    say_page(viz.write(page, out / "neurons.html"), "the circuit's neurons, over texts")

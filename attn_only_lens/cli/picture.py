@@ -50,13 +50,13 @@ def picture(
     )
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
+    from attn_only_lens import viz
     from attn_only_lens.circuits.graph import read_graph
     from attn_only_lens.patching.results import Sweep
-    from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
     from attn_only_lens.viz.figures import MOST_ROWS
 
     if source.suffix == ".json":
-        write_html(circuit_view(read_graph(source)), out)
+        viz.write(viz.circuit_view(read_graph(source)), out)
     else:
         sweep = Sweep.read(source)
         n_names = sweep.frame["name"].nunique()
@@ -66,7 +66,8 @@ def picture(
                 f"pass --rows layer, or --bars {MOST_ROWS} for the strongest"
             )
         kind: Any = rows
-        write_html(sweep_heatmap(sweep, kind) if bars is None else sweep_bars(sweep, k=bars), out)
+        figure = viz.heatmap(sweep, kind) if bars is None else viz.bars(sweep, k=bars)
+        viz.write(figure, out)
     say_page(out)
 
 
@@ -96,10 +97,10 @@ def pattern(
     prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.patching import Sites
-    from attn_only_lens.viz import attention_view, write_html
+    from attn_only_lens.viz import attention_view, write
 
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
     sites = Sites(chosen) if chosen else Sites("heads", layers=layer)
-    write_html(attention_view(loaded, sites, ids), out)
+    write(attention_view(loaded, sites, ids), out)
     say_page(out)

@@ -21,7 +21,7 @@ from attn_only_lens.explanation.strong_sites import single_effects
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.storage.atomic import atomic_folder, write_text
-from attn_only_lens.viz import Overlays, circuit_view, write_html
+from attn_only_lens.viz import Overlays, circuit_view, write
 from attn_only_lens.viz.graph_notes import what_it_keeps
 from attn_only_lens.viz.page import Page
 
@@ -250,7 +250,7 @@ class Explanation:
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
         """Write the page that `view` returns to a file, and return the file's path."""
-        return write_html(self.view(examples), path)
+        return write(self.view(examples), path)
 
     def view(self, examples: pd.DataFrame | None = None) -> Page:
         """Render the graph as an interactive page (`viz.circuit_view`), and return the page.

@@ -4,27 +4,20 @@ plotly and circuitsvis are optional: `pip install plotly circuitsvis`.
 """
 
 from attn_only_lens.viz.attention import attention_view
-from attn_only_lens.viz.circuit import circuit_page
-from attn_only_lens.viz.circuit_data import NodeDetails
-from attn_only_lens.viz.comparison_pages import comparison_circuit, comparison_report
-from attn_only_lens.viz.figures import sweep_bars, sweep_heatmap, transfer_heatmap
+from attn_only_lens.viz.comparison_pages import comparison_report
+from attn_only_lens.viz.figures import bars, heatmap
 from attn_only_lens.viz.graph_overlays import Overlays
 from attn_only_lens.viz.graph_view import circuit_view
 from attn_only_lens.viz.neurons import neuron_page
-from attn_only_lens.viz.page import write_html, write_svg
+from attn_only_lens.viz.page import write
 
 __all__ = [
-    "NodeDetails",
     "Overlays",
     "attention_view",
-    "circuit_page",
+    "bars",
     "circuit_view",
-    "comparison_circuit",
     "comparison_report",
+    "heatmap",
     "neuron_page",
-    "sweep_bars",
-    "sweep_heatmap",
-    "transfer_heatmap",
-    "write_html",
-    "write_svg",
+    "write",
 ]

@@ -72,14 +72,11 @@ def circuit_page(
             from a node of the kind "rest", a bar in every node shows the part of its inflow that is
             drawn (see `circuit_view`).
         details: by id, or by name for all positions of a node; fields by id take precedence.
-        state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
-            names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
-            If there are more than 300 nodes and no groups, the heads of each layer form a group,
-            and so do the neurons and the features; users can unfold or ungroup these groups.
+        state: what the page shows at first, as in `circuit_view`.
 
     Returns:
         The page, with values to five significant figures, and its initial view as `picture`.
-        `write_html` writes the page to a file, and `write_svg` writes the picture.
+        `write` writes either to a file.
 
     Raises:
         InputError: columns are missing, ids repeat, an edge's end is not a node, a value is not
@@ -88,16 +85,17 @@ def circuit_page(
 
     Example:
         >>> import pandas as pd
-        >>> from attn_only_lens import viz
+        >>> from attn_only_lens.viz.circuit import circuit_page
+        >>> from attn_only_lens.viz.circuit_data import NodeDetails
         >>> nodes = pd.DataFrame({
         ...     "id": ["embed@0", "L0N5@1", "metric"], "kind": ["embed", "neuron", "metric"],
         ...     "layer": [None, 0, None], "name": ["embed", "L0N5", "metric"],
         ...     "position": [0, 1, None], "value": [0.5, 1.5, 2.0], "attribution": [0.5, 1.5, 2.0]})
         >>> edges = pd.DataFrame({"source": ["embed@0", "L0N5@1"], "target": ["L0N5@1", "metric"],
         ...                       "kind": "value", "weight": [0.5, 1.5]})
-        >>> page = viz.circuit_page(nodes, edges, {"tokens": ["a", "b"], "metric": "logit",
+        >>> page = circuit_page(nodes, edges, {"tokens": ["a", "b"], "metric": "logit",
         ...                                        "value": 2.0, "model": "m"},
-        ...                         {"L0N5": viz.NodeDetails(pattern=[0.0, 0.9])},
+        ...                         {"L0N5": NodeDetails(pattern=[0.0, 0.9])},
         ...                         state={"pinned": ["L0N5@1"], "names": {"L0N5@1": "a → b"}})
         >>> page[:15], "L0N5@1" in page, page.picture[:4]
         ('<!DOCTYPE html>', True, '<svg')

@@ -88,7 +88,7 @@ class NodeDetails:
         corrupted_z: `z` in the corrupted run.
 
     Example:
-        >>> from attn_only_lens.viz import NodeDetails
+        >>> from attn_only_lens.viz.circuit_data import NodeDetails
         >>> NodeDetails(pattern=[0.1, 0.9], writes=[(" the", 2.5), (" a", -1.5)]).pattern
         [0.1, 0.9]
     """

@@ -1,6 +1,6 @@
 """Render the comparison of a model with its grown model, as a report or as a graph."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,6 @@ def comparison_report(comparison: Comparison) -> Page:
         >>> found = compare(model, grow(model, d_mlp=517, seed=0), sums, sizes=sizes)
         >>> len(viz.comparison_report(found)) < 6_000_000
         True
-        >>> viz.comparison_circuit(found)[:15]
-        '<!DOCTYPE html>'
     """
     about = comparison.about
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
@@ -121,22 +119,8 @@ def comparison_report(comparison: Comparison) -> Page:
     return document(title, body, asset("assets/report.css"))
 
 
-def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw both circuits of a comparison as one graph of kept, lost and gained nodes and edges.
-
-    Names, layers, shares and weights are from the grown model or, for lost nodes and edges, from
-    the original model.
-
-    Args:
-        comparison: the result of `compare`.
-
-    Returns:
-        The page. If there are more than 300 nodes, the page shows only the 300 with the largest
-        shares.
-
-    Raises:
-        InputError: neither circuit has a node.
-    """
+def comparison_circuit(comparison: Comparison, state: Mapping[str, Any] | None = None) -> Page:
+    """Draw both circuits of a comparison as one graph, as `circuit_view` says."""
     nodes = comparison.nodes
     refuse(*["neither circuit has a node"] * (not len(nodes)))
     nodes = _largest(nodes, ["share", "grown_share"], _NODES).sort_index()
@@ -185,7 +169,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         "model": f"{model}, " * bool(model) + "original against grown",
         "notes": notes,
     }
-    return circuit_page(drawn, edges, meta)
+    return circuit_page(drawn, edges, meta, state=state)
 
 
 def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:

@@ -42,27 +42,31 @@ _STRONG = 0.05  # a cell shows its site's name if |effect| is at least this shar
 _LINE = 95  # the maximum number of characters per line of a title
 
 
-def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
-    """Draw a heatmap of patching effects by layer and position, or by head and position.
+def heatmap(result: Sweep | pd.DataFrame, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
+    """Draw a heatmap of a sweep's effects, or of the faithfulness of circuits on several tasks.
 
-    The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
-    site. A cell with a large effect also shows the site's name, if there is room; hover over other
-    cells to see their sites' names. The labels of positions contain tokens: the clean token and,
-    where the prompts differ, the corrupted token.
+    A sweep is drawn by layer and position, or by head and position. The effects of single patches
+    do not add up, so a layer's cell shows the effect of its strongest site. A cell with a large
+    effect also shows the site's name, if there is room; hover over other cells to see their sites'
+    names. The labels of positions contain tokens: the clean token and, where the prompts differ,
+    the corrupted token.
 
     Args:
-        sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
-            row for each prompt, the mean over prompts is drawn.
-        rows: "layer" for one row per layer and kind: heads, neurons or features, skip nodes, error
-            nodes; "name" for one row per head, neuron or feature, up to 100, with the strongest on
-            top.
+        result: a sweep; `sweep.query` selects some of its rows, and if there is a row for each
+            prompt, the mean over prompts is drawn. Or the frame from `circuits.transfer`, with a
+            row per circuit and a column per task; a white cell means faithfulness 0: the circuit
+            preserves none of the effect.
+        rows: for a sweep, "layer" for one row per layer and kind: heads, neurons or features, skip
+            nodes, error nodes; "name" for one row per head, neuron or feature, up to 100, with the
+            strongest on top.
 
     Returns:
-        A plotly figure, which `viz.write_html` writes to a page that works offline.
+        A plotly figure, which `viz.write` writes to a page that works offline.
 
     Raises:
         InputError: the sweep is empty, or has too many heads; `rows` has another value; several
-            prompts of different lengths, with numbers from 0 as positions.
+            prompts of different lengths, with numbers from 0 as positions; the frame is empty, or
+            has repeated names or entries that are not finite.
         ImportError: plotly is not installed.
 
     Example:
@@ -73,10 +77,17 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
         >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
-        >>> figure = viz.sweep_heatmap(sweep)
+        >>> figure = viz.heatmap(sweep)
         >>> figure.data[0].y[0], float(figure.data[0].z[0][0])
         ('L0 neurons', 0.75)
+        >>> matrix = pd.DataFrame({"nurse": [0.9, 0.1], "judge": [0.2, 1.0]}, ["nurse", "judge"])
+        >>> viz.heatmap(matrix).data[0].z.tolist()
+        [[0.9, 0.2], [0.1, 1.0]]
     """
+    return _of_sweep(result, rows) if isinstance(result, Sweep) else _of_transfer(result)
+
+
+def _of_sweep(sweep: Sweep, rows: str) -> "go.Figure":
     frame = _effects(sweep)
     if rows not in ("layer", "name"):
         refuse(f"got rows={rows!r}; expected 'layer' or 'name'")
@@ -131,7 +142,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
 
-def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
+def bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw a bar chart of the k patches with the largest |effect|.
 
     If the sweep has tokens, the title lists the tokens at the bars' positions.
@@ -157,7 +168,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         ...                        "name": ["L0N5", "L0N7"], "position": 2, "value": [2.0, -1.0]})
         >>> sweep = Sweep(values, part="z", direction="denoise", metric="logit_diff",
         ...                           clean_value=3.0, corrupted_value=-1.0, n_prompts=1, model="m")
-        >>> viz.sweep_bars(sweep, k=1).data[0].y
+        >>> viz.bars(sweep, k=1).data[0].y
         ('L0N5 at 2',)
     """
     frame = _effects(sweep)
@@ -203,28 +214,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     return _titled(figure, sweep, 22 * len(frame), *notes, last_line=tokens, legend=25)
 
 
-def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
-    """Draw a heatmap of the faithfulness of each circuit on each task, with values in the cells.
-
-    Args:
-        matrix: the frame from `circuits.transfer`, with a row per circuit and a column per task.
-
-    Returns:
-        A plotly figure. A white cell means faithfulness 0: the circuit preserves none of the
-        effect.
-
-    Raises:
-        InputError: the matrix is not a frame, is empty, or has repeated names or entries that are
-            not finite.
-        ImportError: plotly is not installed.
-
-    Example:
-        >>> import pandas as pd
-        >>> from attn_only_lens import viz
-        >>> matrix = pd.DataFrame({"nurse": [0.9, 0.1], "judge": [0.2, 1.0]}, ["nurse", "judge"])
-        >>> viz.transfer_heatmap(matrix).data[0].z.tolist()
-        [[0.9, 0.2], [0.1, 1.0]]
-    """
+def _of_transfer(matrix: pd.DataFrame) -> "go.Figure":
     refuse(*_matrix_reasons(matrix))
     rows, columns = ([plotly_text(str(name)) for name in axis] for axis in matrix.axes)
     faithfulness = pd.DataFrame(matrix.to_numpy(dtype=float), rows, columns)
@@ -382,7 +372,7 @@ def _titled(
 
 def _matrix_reasons(matrix: object) -> list[str]:
     if not isinstance(matrix, pd.DataFrame):
-        return [f"got {a_type(matrix)}; expected a frame from circuits.transfer"]
+        return [f"got {a_type(matrix)}; expected a sweep, or a frame from circuits.transfer"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
         return [f"got a {size} matrix; expected 1 to {MOST_LABELS} circuits and tasks"]

@@ -14,7 +14,9 @@ from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.positions import missing_role_reasons
+from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.viz.circuit import circuit_page
+from attn_only_lens.viz.comparison_pages import comparison_circuit
 from attn_only_lens.viz.graph_details import (
     DetailFields,
     ShownRuns,
@@ -49,7 +51,7 @@ _FEWEST = 8  # for each kind of edge, the number of edges into a node that a pag
 
 
 def circuit_view(
-    graph: CircuitGraph,
+    graph: CircuitGraph | Comparison,
     model: Any = None,
     contrast: Contrast | None = None,
     *,
@@ -62,7 +64,11 @@ def circuit_view(
     """Render an attribution graph as an interactive page.
 
     Args:
-        graph: a graph from `circuits.attribution_graph` or a file.
+        graph: a graph from `circuits.attribution_graph` or a file. Or the result of `compare`,
+            which takes only `state`: both circuits are drawn as one graph of kept, lost and gained
+            nodes and edges. Names, layers, shares and weights are from the grown model or, for lost
+            nodes and edges, from the original model. If there are more than 300 nodes, the page has
+            only the 300 with the largest shares.
         model: the graph's model, for patterns and top tokens; without it, the page has only nodes
             and edges.
         contrast: the graph's contrast; needed with a model. The page of a difference shows patterns
@@ -75,7 +81,10 @@ def circuit_view(
             Amounts are standard deviations above the mean over the vocabulary.
         overlays: further results to show for the nodes: exact effects, examples, stability, groups.
         notes: texts that the page shows before the notes about the graph.
-        state: pins, names and groups, in the format of `circuit_page`.
+        state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
+            names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
+            If there are more than 300 nodes and no groups, the heads of each layer form a group,
+            and so do the neurons and the features; users can unfold or ungroup these groups.
 
     Returns:
         The page. A click on a node shows its pattern, its edges, and the tokens that it reads and
@@ -84,13 +93,14 @@ def circuit_view(
         the sum of all edges into the node. At the metric, the share is also given as a number. It
         is negative or above 100 % if s and the inflow that is not drawn, u, have opposite signs;
         the bar is always |s| / (|s| + |u|). The page shows "rest" at first if its edges have at
-        least 0.1 % of the sum of |weight|.
+        least 0.1 % of the sum of |weight|. `write` also writes the page's picture, to an SVG file.
 
     Raises:
         InputError: the model or the contrast is not the graph's, or only one of the two is passed;
             the sweep has another metric, other prompts, or no single positions; the stability has
             other sites, or the groups have other nodes; the model's norms or embedding are unknown,
-            so that there are no top tokens.
+            so that there are no top tokens; a comparison's circuits have no nodes, or it is passed
+            with a model or a contrast.
 
     Example:
         >>> import torch
@@ -101,10 +111,14 @@ def circuit_view(
         >>> len(viz.circuit_view(graph, model, sums)) < 3_000_000
         True
     """
-    if not isinstance(graph, CircuitGraph):
-        refuse(f"got {a_type(graph)}; expected a graph from attribution_graph or a file")
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
+    if isinstance(graph, Comparison):
+        others = [x for x in (model, contrast, *vars(overlays).values(), *notes) if x is not None]
+        refuse(*[f"got {a_type(x)} with a comparison; expected only `state`" for x in others[:1]])
+        return comparison_circuit(graph, state)
+    if not isinstance(graph, CircuitGraph):
+        refuse(f"got {a_type(graph)}; expected a graph, or a comparison")
     exact, stability = overlays.exact, overlays.stability
     reasons = _reasons(graph, model, contrast) + exact_reasons(graph, exact)
     n_prompts = len(contrast if graph.roles and isinstance(contrast, Contrast) else graph.tokens)

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from attn_only_lens.arguments import a_type, as_plain
+from attn_only_lens.arguments import a_type, as_plain, ending_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.storage import write_text
+from attn_only_lens.storage.atomic import as_path
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -86,23 +87,45 @@ class Page(str):
         return f"<Page {self._title()!r}>"
 
 
-def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
-    """Write a page or a plotly figure to an HTML file that works offline; return the path.
+def write(picture: "str | go.Figure", path: str | Path) -> Path:
+    """Write a page or a plotly figure to an HTML file, or the picture of a circuit to an SVG file.
 
-    The file is written atomically, and missing folders are created.
+    The HTML file works offline. Files are written atomically, and missing folders are created.
+
+    Args:
+        picture: a page, or a plotly figure; for an SVG file, the page of a circuit.
+        path: a path that ends in .html or .svg.
+
+    Returns:
+        The path.
 
     Raises:
-        TypeError: `picture` is neither a page nor a plotly figure.
+        TypeError: `picture` is neither a page nor a plotly figure, or it is not the page of a
+            circuit and the path ends in .svg.
+        InputError: the path has another ending.
 
     Example:
         >>> import tempfile
         >>> from attn_only_lens import viz
+        >>> from attn_only_lens.viz.page import Page
+        >>> page = Page("<p>hello", "<svg/>")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     viz.write_html("<p>hello", f"{folder}/hello.html").read_text()
+        ...     for name in ("hello.html", "hello.svg"):
+        ...         viz.write(page, f"{folder}/{name}").read_text()
         '<p>hello'
+        '<svg/>'
     """
+    path = as_path(path)
+    InputError.raise_if(ending_reasons(path, ".html", ".svg"), "this picture cannot be written")
     plotly = sys.modules.get("plotly.basedatatypes")  # a figure exists only if plotly is loaded
-    if isinstance(picture, str):
+    if path.suffix == ".svg":
+        text = getattr(picture, "picture", None)
+        if text is None:
+            raise TypeError(
+                f"got {a_type(picture)} without an SVG; expected a circuit's page, or a path that "
+                "ends in .html"
+            )
+    elif isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
         title = re.sub("<.*?>", " ", picture.layout.title.text or "").partition("  ")[0]
@@ -112,28 +135,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
     else:
         raise TypeError(f"got {a_type(picture)}; expected a page or a plotly figure")
     write_text(path, text)
-    return Path(path)
-
-
-def write_svg(page: Page, path: str | Path) -> Path:
-    """Write the picture of a circuit's page to an SVG file; return the path.
-
-    Raises:
-        TypeError: the page has no picture.
-
-    Example:
-        >>> import tempfile
-        >>> from attn_only_lens import viz
-        >>> from attn_only_lens.viz.page import Page
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     viz.write_svg(Page("<p>hello", "<svg/>"), f"{folder}/hello.svg").read_text()
-        '<svg/>'
-    """
-    picture = getattr(page, "picture", None)
-    if picture is None:
-        raise TypeError(f"got {a_type(page)} without a picture; expected a circuit's page")
-    write_text(path, picture)
-    return Path(path)
+    return path
 
 
 def import_extra(name: str) -> Any:

@@ -51,25 +51,25 @@ def main() -> None:
     read = [name for name in strongest if "N" in name][:3]
     pairs = tasks.agreement(model.tokenizer, 16)
     circuit = explain(model, pairs[:8], held_out=pairs[8:]).view()
-    viz.write_svg(circuit, HERE / "circuit.svg")
+    viz.write(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     sizes = growth.ComparisonSizes(n_nodes=40)
     models = load("small-english"), grown_and_trained(texts)
     found = compare(*models, task, sizes=sizes, work=quiet)
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
-        "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),
-        "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 450),
+        "sweep_bars": (viz.bars(sweep, k=12), FIGURE, 500),
+        "sweep_heatmap": (viz.heatmap(pair), FIGURE, 450),
         "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1280),
         "neuron": (viz.neuron_page(model, read, Corpus(texts)), PAGE, 900),
-        "comparison": (viz.comparison_circuit(found), PAGE, 760),
+        "comparison": (viz.circuit_view(found), PAGE, 760),
     }
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         for name, (picture, width, height) in pages.items():
             size = {"width": width, "height": height, "deviceScaleFactor": 1.5, "mobile": False}
             browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             browser.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
-            browser.open(viz.write_html(picture, Path(folder) / f"{name}.html"))
+            browser.open(viz.write(picture, Path(folder) / f"{name}.html"))
             browser.wait("document.readyState === 'complete'")
             browser.js("document.querySelectorAll('.modebar').forEach(each => each.remove())")
             browser.drawn()
@@ -99,6 +99,6 @@ if __name__ == "__main__":
     values = measured.of_small_english()
     for folder in sys.argv[1:]:
         values |= measured.of_smollm2(
-            folder, lambda name, why: viz.write_svg(why.view(), HERE / f"explain_{name}.svg")
+            folder, lambda name, why: viz.write(why.view(), HERE / f"explain_{name}.svg")
         )
     measured.write(values)

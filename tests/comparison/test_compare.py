@@ -271,7 +271,7 @@ def test_a_saved_comparison_is_the_same(after_training, tmp_path):
         pd.testing.assert_frame_equal(*frames, check_dtype=False, check_column_type=False)
     assert read.neurons["exact"].dtype == bool
     assert read.title == comparison.title
-    assert viz.comparison_circuit(read) == viz.comparison_circuit(comparison)
+    assert viz.circuit_view(read) == viz.circuit_view(comparison)
 
 
 def names_of(comparison):

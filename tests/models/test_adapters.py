@@ -204,7 +204,7 @@ OF_NO_SUCH_MODEL = {
     # These take models without neuron-heads, tokens or files.
     *("Bilinear", "GeneralizedSiLU", "Bilinear.calibrated", "chat_tokens", "convert", "grow"),
     *("load", "compare", "agreement", "brackets", "greater_than", "ioi", "from_jsonl"),
-    *("from_pair", "solved_by", "comparison_circuit", "comparison_report", *support.GROWTH),
+    *("from_pair", "solved_by", "comparison_report", *support.GROWTH),
     # These take models whose neurons are not exposed.
     *("expose_neuron_heads", "Grown.save_pretrained", "Grown.shrink"),
     # These take activations from the user's forward pass, or names.

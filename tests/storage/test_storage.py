@@ -26,7 +26,7 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
-from attn_only_lens import Contrast, Work, load, save, transcoders
+from attn_only_lens import Contrast, Work, load, save, transcoders, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
@@ -36,7 +36,6 @@ from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.storage.documents import Document
-from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
@@ -522,7 +521,7 @@ TAKES = {
 TAKES_FILE = {
     **{f"load {end}": lambda path, end=end: load(f"{path}{end}") for end in ENDINGS},
     "write a graph": lambda path: graph().save(path),
-    "write_html": lambda path: write_html("<p>", path),
+    "write": lambda path: viz.write("<p>", f"{path}.html"),
 }
 
 

@@ -16,7 +16,7 @@ def opened(browser, tmp_path):
     from attn_only_lens import viz
 
     def open_picture(picture):
-        browser.open(viz.write_html(picture, tmp_path / "picture.html"))
+        browser.open(viz.write(picture, tmp_path / "picture.html"))
         return browser
 
     yield open_picture

@@ -12,7 +12,8 @@ from page_of_circuit import click, ids, read_back, show_all, slide, switch
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.viz.circuit_data import EXTRAS
+from attn_only_lens.viz.circuit import circuit_page
+from attn_only_lens.viz.circuit_data import EXTRAS, NodeDetails
 from attn_only_lens.viz.page import Page
 
 PLAIN = 22  # the nodes of `circuit()` that the first view shows
@@ -21,7 +22,7 @@ PLAIN = 22  # the nodes of `circuit()` that the first view shows
 def page(**changes):
     nodes, edges = circuit()
     arguments = {"nodes": nodes, "edges": edges, "meta": META, "details": details()}
-    return viz.circuit_page(**arguments | changes)
+    return circuit_page(**arguments | changes)
 
 
 @needs_browser
@@ -291,7 +292,7 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
 def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
     """The layout in Python equals that of the page's JavaScript."""
     shown = browser
-    shown.open(viz.write_html(page(), tmp_path / "page.html"))
+    shown.open(viz.write(page(), tmp_path / "page.html"))
     drawn = page().picture
     got = shown.js(
         "const d = JSON.parse(document.getElementById('circuit').textContent), n = d.nodes;"
@@ -330,11 +331,11 @@ def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
         "<img src='https://x.invalid/a.png'><script>null.f()</script>"
         "<script>fetch('https://x.invalid/b').catch(() => 0)</script>"
     )
-    browser.open(viz.write_html(html, tmp_path / "bad.html"))
+    browser.open(viz.write(html, tmp_path / "bad.html"))
     assert any("null" in message for message in browser.console())
     assert set(browser.left_for()) == {"https://x.invalid/a.png", "https://x.invalid/b"}
     # In a page of this package, the content security policy blocks the request.
-    browser.open(viz.write_html(page().replace("<header>", html + "<header>"), tmp_path / "b.html"))
+    browser.open(viz.write(page().replace("<header>", html + "<header>"), tmp_path / "b.html"))
     assert any("Content Security Policy" in message for message in browser.console())
     assert browser.left_for() == []
 
@@ -345,8 +346,8 @@ REFUSED = {
     "a node with position 7": {"nodes": NODES.assign(position=7)},
     "source that is not a node, such as 'L9N9@0'": {"edges": EDGES.assign(source="L9N9@0")},
     "edges repeat a source, target and kind": {"edges": pd.concat([EDGES, EDGES])},
-    "z of 'L1N4' has 6": {"details": {"L1N4": viz.NodeDetails([0.5] * 7, z=[1.0] * 6)}},
-    "'L7N7', which is not a node's id or name": {"details": {"L7N7": viz.NodeDetails()}},
+    "z of 'L1N4' has 6": {"details": {"L1N4": NodeDetails([0.5] * 7, z=[1.0] * 6)}},
+    "'L7N7', which is not a node's id or name": {"details": {"L7N7": NodeDetails()}},
     "got the role 'end' at token 7; the prompt has 7": {"meta": META | {"roles": {"end": 7}}},
 }
 

@@ -103,7 +103,7 @@ def test_the_report(opened):
 
 @needs_browser
 def test_the_circuit(opened):
-    shown = opened(viz.comparison_circuit(comparison_of_two()))
+    shown = opened(viz.circuit_view(comparison_of_two()))
     for kind in ("q", "k"):
         shown.js("document.getElementById(arguments[0])?.click()", f"edges-{kind}")
     nodes = dict(
@@ -126,6 +126,8 @@ def test_the_circuit(opened):
     assert lines == [kept, lost, gained]
 
 
-def test_a_comparison_without_a_circuit_is_refused():
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(InputError, match="got a GPT2 with a comparison; expected only `state`"):
+        viz.circuit_view(comparison_of_two(), type("GPT2", (), {})())
     with pytest.raises(InputError, match="neither circuit has a node"):
-        viz.comparison_circuit(replace(comparison_of_two(), nodes=comparison_of_two().nodes[:0]))
+        viz.circuit_view(replace(comparison_of_two(), nodes=comparison_of_two().nodes[:0]))

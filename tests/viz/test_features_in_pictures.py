@@ -77,12 +77,12 @@ def test_attention_view_of_features(model):
 def test_sweeps_have_a_row_for_each_kind(model):
     sites = ["L3E", "L3F11", "L1S", "L1F58", "L2N19", "L3H3"]
     sweep = p.activation_patch(model, KEYS, sites=sites)
-    rows = viz.sweep_heatmap(sweep).data[0].y
+    rows = viz.heatmap(sweep).data[0].y
     assert rows == (
         *("L1 features", "L1 skip nodes", "L2 neurons", "L3 heads", "L3 features"),
         "L3 error nodes",
     )
-    bars = {bar.name: bar.marker.color for bar in viz.sweep_bars(sweep, k=36).data}
+    bars = {bar.name: bar.marker.color for bar in viz.bars(sweep, k=36).data}
     assert {*bars} == {"features", "skip nodes", "neurons", "heads", "error nodes"}
     assert len({*bars.values()}) == 5
 

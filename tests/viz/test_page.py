@@ -37,14 +37,18 @@ def test_the_bundled_library_is_the_one_that_was_published():
 
 def test_a_file_is_whole_or_not_there(tmp_path):
     path = tmp_path / "deep" / "a.html"
-    assert viz.write_html(go.Figure(go.Bar(y=[2, 3, 5])), path) == path
+    assert viz.write(go.Figure(go.Bar(y=[2, 3, 5])), path) == path
     whole = path.read_text("utf-8")
     assert "Plotly.newPlot" in whole
     assert not re.search(r"<script[^>]+src=", whole)
     with pytest.raises(TypeError, match="got a dict"):
-        viz.write_html({}, path)
+        viz.write({}, path)
+    with pytest.raises(TypeError, match=r"got a str without an SVG; expected a circuit's page"):
+        viz.write("<p>", path.with_suffix(".svg"))
+    with pytest.raises(InputError, match=r"ends in \.html or \.svg"):
+        viz.write("<p>", path.with_suffix(".png"))
     with pytest.raises(UnicodeEncodeError):
-        viz.write_html("half a page \ud800", path)
+        viz.write("half a page \ud800", path)
     assert path.read_text("utf-8") == whole
     assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
 
@@ -61,7 +65,7 @@ contrast = Contrast(clean, corrupted, patching.logit_diff(7, 8))
 assert viz.attention_view(model, "L0N7", clean)
 assert viz.circuit_view(circuits.attribution_graph(model, contrast, top=5))
 for name, draw in {
-    "plotly": lambda: viz.sweep_heatmap(patching.attribution(model, contrast)),
+    "plotly": lambda: viz.heatmap(patching.attribution(model, contrast)),
     "circuitsvis": lambda: viz.attention_view(model, "L0H2", clean),
 }.items():
     try:

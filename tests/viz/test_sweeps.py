@@ -31,7 +31,7 @@ def strongest(sweep_of, rows):
 @pytest.mark.parametrize(("rows", "direction"), [("layer", "denoise"), ("name", "noise")])
 def test_heatmap(rows, direction):
     result = sweep(direction=direction)
-    (drawn,) = viz.sweep_heatmap(result, rows).data
+    (drawn,) = viz.heatmap(result, rows).data
     expected = strongest(result, rows)
     assert drawn.z.shape == ({"layer": 2, "name": SITES}[rows], POSITIONS)
     for i, row in enumerate(drawn.y):
@@ -49,9 +49,9 @@ def test_heatmap(rows, direction):
 
 def test_roles_are_in_the_order_asked_for():
     roles = ["subject", "end", "attractor"]
-    assert list(viz.sweep_heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
+    assert list(viz.heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
     result = sweep(frame=values(positions=["subject", "all"]), tokens=TOKENS)
-    assert list(viz.sweep_heatmap(result).data[0].x) == ["subject ·the / ·a", "all"]
+    assert list(viz.heatmap(result).data[0].x) == ["subject ·the / ·a", "all"]
 
 
 def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
@@ -60,22 +60,22 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
     tokens = PromptTokens(clean, others, {})
     frame = values(positions=[0, 1, 2, -1])
     means = sweep(frame=frame, n_prompts=3, tokens=tokens)
-    assert list(viz.sweep_heatmap(means).data[0].x) == [
+    assert list(viz.heatmap(means).data[0].x) == [
         *("-1 ·of, ·in", "0 The, My", "1 ·keys, ·dogs", "2 ·of, ·in")
     ]
     by_prompt = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
     padded = PromptTokens([clean[0], [None, *clean[1][1:]], clean[2]], others, {})
     rows = sweep(frame=by_prompt, n_prompts=3, tokens=padded)
     second = rows.query("prompt == 1")
-    drawn = viz.sweep_heatmap(second)
+    drawn = viz.heatmap(second)
     assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
     # Columns of prompts of different lengths hold different words, so they have no mean.
     for result in (rows, rows.query("prompt > 0"), replace(means, tokens=padded)):
-        for draw in (viz.sweep_heatmap, viz.sweep_bars):
+        for draw in (viz.heatmap, viz.bars):
             with pytest.raises(InputError, match="the prompts differ in length"):
                 draw(result)
             assert draw(result.query("position == -1"))
-    assert viz.sweep_heatmap(rows.query("prompt != 1"))
+    assert viz.heatmap(rows.query("prompt != 1"))
 
 
 def test_error_bars_are_standard_errors_over_prompts():
@@ -87,13 +87,13 @@ def test_error_bars_are_standard_errors_over_prompts():
         ]
     )
     result = sweep(frame=by_prompt, n_prompts=n)
-    figure = viz.sweep_bars(result, k=65)
+    figure = viz.bars(result, k=65)
     drawn = {
         label: (x, error)
         for part in figure.data
         for label, x, error in zip(part.y, part.x, part.error_x.array, strict=True)
     }
-    grid = viz.sweep_heatmap(result, "name").data[0]
+    grid = viz.heatmap(result, "name").data[0]
     for name in by_prompt["name"].unique():
         for index in range(POSITIONS):
             rows = by_prompt[(by_prompt["name"] == name) & (by_prompt["position"] == index)]
@@ -106,17 +106,17 @@ def test_error_bars_are_standard_errors_over_prompts():
             assert grid.z[grid.y.index(name), index] == pytest.approx(mean, rel=1e-9)
 
     means = values().assign(value_standard_error=0.1, score_standard_error=0.25)
-    bars = viz.sweep_bars(sweep(frame=means)).data
+    bars = viz.bars(sweep(frame=means)).data
     assert {error for part in bars for error in part.error_x.array} == {0.25}
-    blind = viz.sweep_bars(sweep(frame=means.assign(score_standard_error=np.nan)))
+    blind = viz.bars(sweep(frame=means.assign(score_standard_error=np.nan)))
     assert "without error bars" in blind.layout.title.text
-    single = viz.sweep_bars(result.query("prompt == 2"))
+    single = viz.bars(result.query("prompt == 2"))
     assert all(part.error_x.array is None for part in (*single.data, *blind.data))
 
 
 def test_bars():
     result = sweep(direction="noise")
-    figure = viz.sweep_bars(result, k=7)
+    figure = viz.bars(result, k=7)
     top = result.top(7)
     labels = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
     assert figure.layout.yaxis.categoryarray == tuple(labels[::-1])
@@ -126,23 +126,23 @@ def test_bars():
 
 
 def test_refused():
-    for draw in (viz.sweep_heatmap, viz.sweep_bars):
+    for draw in (viz.heatmap, viz.bars):
         with pytest.raises(InputError, match="no rows"):
             draw(sweep().query("layer == 5"))
     many = values().iloc[:1].loc[[0] * 101].assign(index=range(101))
     many["name"] = [f"L0N{i}" for i in range(101)]
-    for call in (lambda s: viz.sweep_heatmap(s, "name"), lambda s: viz.sweep_bars(s, k=101)):
+    for call in (lambda s: viz.heatmap(s, "name"), lambda s: viz.bars(s, k=101)):
         with pytest.raises(InputError, match=r"101.*at most 100"):
             call(sweep(frame=many))
 
 
 @needs_browser
-@pytest.mark.parametrize("draw", [viz.sweep_heatmap, viz.sweep_bars])
+@pytest.mark.parametrize("draw", [viz.heatmap, viz.bars])
 def test_in_a_browser(opened, draw):
     page = opened(draw(sweep(tokens=TOKENS)))
     page.wait("document.querySelectorAll('.xtick').length > 0")
-    ticks = page.texts(".xtick text" if draw is viz.sweep_heatmap else ".ytick text")
-    if draw is viz.sweep_heatmap:
+    ticks = page.texts(".xtick text" if draw is viz.heatmap else ".ytick text")
+    if draw is viz.heatmap:
         assert ticks == LABELS
     else:
         assert len(ticks) == 20
@@ -166,7 +166,7 @@ MATRIX = pd.DataFrame(
 
 
 def test_each_entry_stands_at_its_circuit_and_task():
-    figure = viz.transfer_heatmap(MATRIX)
+    figure = viz.heatmap(MATRIX)
     (drawn,) = figure.data
     cells = {(y, x): drawn.z[i][j] for i, y in enumerate(drawn.y) for j, x in enumerate(drawn.x)}
     assert cells["c", "y"] == 1.4
@@ -174,10 +174,10 @@ def test_each_entry_stands_at_its_circuit_and_task():
     assert len(cells) == MATRIX.size
     assert figure.layout.yaxis.autorange == "reversed"  # the first circuit is on top, as in print
     assert (drawn.zmin, drawn.zmid, drawn.zmax) == (-1.4, 0, 1.4)
-    small = viz.transfer_heatmap(MATRIX / 2).data[0]
+    small = viz.heatmap(MATRIX / 2).data[0]
     assert small.zmax == 1  # control: a weak matrix does not look strong
 
 
 def test_a_matrix_with_entries_that_are_not_finite_is_refused():
     with pytest.raises(InputError, match="not finite"):
-        viz.transfer_heatmap(MATRIX.replace(0.1, np.nan))
+        viz.heatmap(MATRIX.replace(0.1, np.nan))
