@@ -13,6 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import growth
 from attn_only_lens.growth.expansion.activations import activation_map
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.weights import Constants, Weights, axes_of
 from attn_only_lens.growth.models._grow import growable_of
 
@@ -22,7 +23,7 @@ def steps(n_new_layer=1, group=1):
     return {
         "neurons": growth.AddNeurons(5),
         "heads": growth.AddHeads(2 * group),
-        "width": growth.compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4)),
+        "width": compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4)),
         "stream": growth.WidenStream(11),
         "layer": growth.InsertLayer(n_new_layer),
     }
@@ -34,7 +35,7 @@ def group_size(model):
 
 def all_steps(model, order=("neurons", "heads", "width", "stream", "layer")):
     by_name = steps(group=group_size(model))
-    return growth.compose(*(by_name[name] for name in order))
+    return compose(*(by_name[name] for name in order))
 
 
 def cached(model, prompts=None):

@@ -42,6 +42,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.models.verify import verify
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -362,9 +363,7 @@ def verified(model):
 def grown(model):
     """Grow every size, train before and after, and shrink the result."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    training = Training(
-        model, optimizer, {1: growth.compose(growth.AddNeurons(3), growth.WidenStream(2))}
-    )
+    training = Training(model, optimizer, {1: compose(growth.AddNeurons(3), growth.WidenStream(2))})
     losses = []
     for _ in training.steps(2):
         loss = training.model(there(model)).square().mean()

@@ -422,10 +422,9 @@ GROWTH = {
     "WidenQueriesAndKeys": lambda kit: kit.grown_by(growth.WidenQueriesAndKeys(3)),
     "WidenStream": lambda kit: kit.grown_by(growth.WidenStream(10)),
     "WidenValues": lambda kit: kit.grown_by(growth.WidenValues(3)),
-    "compose": lambda kit: kit.grown_by(
-        growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    "init": lambda kit: kit.grown_by(
+        [growth.AddNeurons(5), growth.AddHeads(1)], init=growth.init.copies()
     ),
-    "init": lambda kit: kit.grown_by(growth.AddNeurons(5), init=growth.init.copies()),
     "Grown.save_pretrained": lambda kit: torch.allclose(
         lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
         kit.model(tokens()),

@@ -100,7 +100,7 @@ def parts(model: HookedTransformer) -> list[str]:
 def _split(
     model: HookedTransformer, origin: dict[str, str], seed: int
 ) -> tuple[HookedTransformer, dict[str, str]]:
-    expansion = growth.compose(growth.AddNeurons(model.cfg.d_mlp // 2 + 1), growth.AddHeads(1))
+    expansion = [growth.AddNeurons(model.cfg.d_mlp // 2 + 1), growth.AddHeads(1)]
     # `splits` wants noise; with so little, the weights of a copy and its source stay equal.
     grown = grow(model, expansion, init=growth.init.splits(share=0.5, noise=1e-30), seed=seed)
     now = {grown.provenance[name]: source for name, source in origin.items()}
@@ -116,7 +116,7 @@ def _split(
 def _with_decoys(
     model: HookedTransformer, origin: dict[str, str], seed: int
 ) -> tuple[HookedTransformer, dict[str, str]]:
-    expansion = growth.compose(growth.AddNeurons(model.cfg.d_mlp // 4 + 3), growth.AddHeads(1))
+    expansion = [growth.AddNeurons(model.cfg.d_mlp // 4 + 3), growth.AddHeads(1)]
     grown = grow(model, expansion, init=growth.init.normal(1.0), seed=seed)
     return grown.model, {grown.provenance[name]: source for name, source in origin.items()}
 

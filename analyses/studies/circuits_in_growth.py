@@ -201,7 +201,7 @@ def plan_of(recipe: Recipe, seed: int) -> Plan:
 
 def plan_after(recipe: Recipe, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
     """Return the plan that continues the small model's training, and the steps of all checks."""
-    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or growth.compose()
+    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or []
     first = batch(small.plan, start)
     weights = read(grow(small.model, expansion).model)
     ratio = step_flops(read(small.model), first) / step_flops(weights, first)
@@ -251,7 +251,7 @@ def measured(
     arm, rows, prompts, frames = arms(recipe)[name], [], [], {}
     ends: list[measures.Look] = []
     for growth_seed in arm.growth_seeds:
-        expansion = arm.expansion or growth.compose()
+        expansion = arm.expansion or []
         grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}

@@ -139,12 +139,12 @@ def between(small: Sizes, full: Sizes) -> Expansion:
     """Return the expansion from one size to another, without new layers."""
     more = {name: size - getattr(small, name) for name, size in asdict(full).items()}
     steps = {"d_mlp": growth.AddNeurons, "n_heads": growth.AddHeads, "d_model": growth.WidenStream}
-    return growth.compose(*(kind(more[name]) for name, kind in steps.items() if more[name]))
+    return [kind(more[name]) for name, kind in steps.items() if more[name]]
 
 
 def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
     """Return the expansion that inserts layers; places are layer numbers after growth."""
-    return growth.compose(*(growth.InsertLayer(place, **how) for place in sorted(places)))
+    return [growth.InsertLayer(place, **how) for place in sorted(places)]
 
 
 def steps_within(plan: Plan, flops: int) -> int:

@@ -63,7 +63,7 @@ def grow(
     if bool(depths) == any(size is not None for size in (*sizes.values(), n_layers)):
         raise AttnOnlyLensError("give either sizes, such as --d-mlp 4096, or --insert")
     from attn_only_lens import grow as grow_model
-    from attn_only_lens.growth import InsertLayer, compose
+    from attn_only_lens.growth import InsertLayer
     from attn_only_lens.heads.host import transcoder_reasons
     from attn_only_lens.models.in_place import hide
     from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
@@ -79,7 +79,7 @@ def grow(
             "those of a larger model; grow the model that you saved before you attached them"
         )
     hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
-    layers = compose(*(InsertLayer(depth, copy=copy) for depth in depths)) if depths else None
+    layers = [InsertLayer(depth, copy=copy) for depth in depths] or None
     with working("growing"):
         grown = grow_model(loaded, layers, **sizes, n_layers=n_layers, seed=seed)
         grown.save_pretrained(out)

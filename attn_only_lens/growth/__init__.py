@@ -9,7 +9,6 @@ Architectures" (the growth paper), theorems 3.1 to 3.6.
 
 from attn_only_lens.growth.comparison.options import ComparisonSizes
 from attn_only_lens.growth.expansion import initialise as init
-from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.heads import AddHeads
 from attn_only_lens.growth.expansion.layers import InsertLayer
 from attn_only_lens.growth.expansion.neurons import AddNeurons
@@ -25,6 +24,5 @@ __all__ = [
     "WidenQueriesAndKeys",
     "WidenStream",
     "WidenValues",
-    "compose",
     "init",
 ]

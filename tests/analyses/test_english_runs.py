@@ -10,11 +10,12 @@ from analyses.tools import english_runs as runs
 from analyses.tools import small_english as english
 from analyses.tools import small_english_grammar as grammar
 from attn_only_lens import grow, growth
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.weights import Axis
 from attn_only_lens.growth.models._grow import read
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
-WIDER = growth.compose(growth.AddHeads(1), growth.WidenStream(4))
+WIDER = compose(growth.AddHeads(1), growth.WidenStream(4))
 GROWS = {4: growth.AddNeurons(3), 6: WIDER, 7: growth.InsertLayer(0)}
 OFTEN = {"read": 1, "asked": 1, "check_every": 3, "save_every": 3}
 PLAN = runs.Plan(SMALL, 9, schedule=GROWS, rows=2, kept=(6,), decay=4, **OFTEN)
@@ -77,7 +78,7 @@ def test_a_run_begins_where_another_one_stopped(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_flops_are_those_that_torch_counts(family):
     plan = replace(PLAN, family=family)
-    model = grow(plan.model(), growth.compose(*GROWS.values())).model
+    model = grow(plan.model(), [*GROWS.values()]).model
     model.original_model.set_attn_implementation("eager")
     tokens = runs.batch(plan, 5)
     with FlopCounterMode(display=False) as counter:

@@ -28,6 +28,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
 from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.growth.expansion.weights import Axis
 from attn_only_lens.growth.models._grow import identity
@@ -48,7 +49,7 @@ SAME = 1e-11
 
 def grown_from(model, seed=0):
     """Grow a model by all six expansions."""
-    width = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    width = compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
     steps = [
         growth.AddNeurons(5),
         growth.AddHeads(2),
@@ -56,7 +57,7 @@ def grown_from(model, seed=0):
         growth.InsertLayer(at=1),
         growth.WidenStream(6),
     ]
-    return grow(model, growth.compose(*steps), seed=seed)
+    return grow(model, [*steps], seed=seed)
 
 
 def trained(grown, seed=0, steps=3):
@@ -115,7 +116,7 @@ def test_a_stream_that_is_normalized_is_compared_without_its_mean():
     model = bridges.boot("bert")
     assert host_of(bridges.exposed_copy(model)).reads_centred()
     assert not host_of(bridges.exposed_copy(bridges.boot("llama"))).reads_centred()
-    grown = grow(model, growth.compose(growth.AddNeurons(5), growth.AddHeads(3)), seed=0)
+    grown = grow(model, [growth.AddNeurons(5), growth.AddHeads(3)], seed=0)
     metric = p.logit_diff([3, 5, 7], [4, 6, 8])
     contrast = Contrast(tokens(batch=3), None, metric)
     comparison = compare(model, grown, contrast, **QUICK)
@@ -399,7 +400,7 @@ def test_intervals_are_of_circuits_of_random_halves():
 @pytest.fixture(scope="module")
 def grown_and_not():
     model = bridges.boot("native")
-    return model, grow(model, growth.compose(growth.WidenStream(6), growth.AddNeurons(5)), seed=0)
+    return model, grow(model, [growth.WidenStream(6), growth.AddNeurons(5)], seed=0)
 
 
 def moved(model, change):
@@ -417,7 +418,7 @@ def test_another_model_of_the_same_shape_is_refused(grown_and_not):
         compare(model, grown, by_loss(tokens()), **QUICK)
     assert "replace(provenance, source=" in str(error.value)
     # The comparison that the error suggests works.
-    provenance = replace(grown.provenance, source=identity(model))
+    provenance = replace(grown.provenance, source=grow(model, []).provenance.source)
     comparison = compare(model, grown, by_loss(tokens()), provenance=provenance, **QUICK)
     assert len(comparison.neurons) == 2 * 37
 
@@ -428,7 +429,7 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
     with pytest.raises(ComparisonError, match="does not identify a model"):
         compare(model, grown.model, by_loss(tokens()), provenance=nobody, **QUICK)
     negated = moved(model, lambda model: model.W_E.neg_())
-    null = grow(negated, growth.compose(growth.WidenStream(6), growth.AddNeurons(5)), seed=0)
+    null = grow(negated, [growth.WidenStream(6), growth.AddNeurons(5)], seed=0)
     with pytest.raises(ComparisonError, match="the null model grew from another model"):
         compare(model, grown, by_loss(tokens()), null=null, **QUICK)
 

@@ -8,6 +8,7 @@ from models import build
 
 from attn_only_lens import Contrast, compare, convert, grow, growth
 from attn_only_lens import patching as p
+from attn_only_lens.growth.expansion.expansion import compose
 
 FAST = {"sizes": growth.ComparisonSizes(faithfulness=0.5, n_patched=3, n_nodes=7)}
 
@@ -18,9 +19,7 @@ def components(comparison):
 
 def test_converted_models_are_compared_alike():
     model = build("gelu", n_layers=2, d_vocab_out=41)
-    grown = grow(
-        model, growth.compose(growth.AddNeurons(5), growth.InsertLayer(at=1), growth.WidenStream(6))
-    )
+    grown = grow(model, [growth.AddNeurons(5), growth.InsertLayer(at=1), growth.WidenStream(6)])
     with torch.no_grad():
         for parameter in grown.model.parameters():
             parameter.mul_(1.05)
@@ -37,7 +36,7 @@ def test_converted_models_are_compared_alike():
 
 def test_values_and_keys_of_a_converted_model_grown_apart():
     model = convert(build("llama", n_layers=2, d_vocab_out=41))
-    apart = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(5, layers=[0]))
+    apart = compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(5, layers=[0]))
     contrast = Contrast(tokens(batch=3), None, p.loss())
     comparison = compare(model, grow(model, apart), contrast, **FAST)
     every = components(comparison)

@@ -33,6 +33,7 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
@@ -102,11 +103,11 @@ def test_exact_or_refused_and_the_same_after_conversion(family):
     if refused:
         for kind in (model, converted):
             with pytest.raises(GrowthError) as error:
-                grow(kind, growth.compose(*by_name.values()))
+                grow(kind, [*by_name.values()])
             for text in refused.values():  # all reasons in one error
                 assert text in str(error.value)
     # Free entries are not zero, so required zeros come from the expansion, not from the init.
-    how = growth.compose(*(step for name, step in by_name.items() if name not in refused))
+    how = compose(*(step for name, step in by_name.items() if name not in refused))
     grown = grow(model, how, init=growth.init.normal(0.3), seed=3)
     (logits, old), (new_logits, new) = cached(model), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
@@ -198,7 +199,7 @@ def test_folders(tmp_path):
 def test_some_layers_only(tmp_path):
     model = build("llama")  # 6 heads of width 8 in groups of 3
     converted = convert(model)
-    partial = growth.compose(
+    partial = compose(
         growth.AddNeurons(5, layers=[0, 2]),
         growth.AddHeads(6, layers=[1]),
         growth.InsertLayer(1),
@@ -234,7 +235,7 @@ def test_values_and_keys_apart():
     model = build("qk_norm")
     converted, width = convert(model), model.cfg.d_head
     values, keys = growth.WidenValues(3), growth.WidenQueriesAndKeys(3)
-    both = grow(model, growth.compose(values, keys), seed=3).model
+    both = grow(model, [values, keys], seed=3).model
     for first, then, d_head, d_value in ((values, keys, 0, 3), (keys, values, 3, 0)):
         grown = grow(converted, first, seed=3)
         check_converted(converted, grown)
@@ -264,9 +265,7 @@ def test_layers_that_differ_are_brought_to_one_size():
 @torch.no_grad()
 def test_bilinear_gates():
     converted = convert(build("silu"), gate=Bilinear(1))
-    how = growth.compose(
-        growth.AddNeurons(5, layers=[0]), growth.InsertLayer(1), growth.AddNeurons(3)
-    )
+    how = compose(growth.AddNeurons(5, layers=[0]), growth.InsertLayer(1), growth.AddNeurons(3))
     grown = grow(converted, how, seed=2)
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
@@ -307,7 +306,7 @@ def test_refused_with_all_reasons():
 
 def test_attention_only_models():
     model = build("gelu", attn_only=True, d_mlp=None, act_fn=None)
-    more = growth.compose(growth.AddHeads(3), growth.WidenStream(5), growth.InsertLayer(2))
+    more = compose(growth.AddHeads(3), growth.WidenStream(5), growth.InsertLayer(2))
     grown = grow(model, more)
     assert relative(grown.model(tokens()), model(tokens())) < EXACT
     assert same_bits(grown.shrink(), model)

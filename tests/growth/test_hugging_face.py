@@ -25,6 +25,7 @@ from tiny_tokenizer import tiny_tokenizer
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -40,11 +41,11 @@ STRUCTURES = ("gpt2", "neox", "llama", "gemma2", "phi3", "qwen3", "olmo2", "gran
 STEPS = {
     "d_mlp": growth.AddNeurons(4),
     "n_heads": growth.AddHeads(2),
-    "d_head": growth.compose(growth.WidenValues(6), growth.WidenQueriesAndKeys(6)),
+    "d_head": compose(growth.WidenValues(6), growth.WidenQueriesAndKeys(6)),
     "d_model": growth.WidenStream(11),
     "n_layers": growth.InsertLayer(at=1),
 }
-ALL = growth.compose(*STEPS.values())
+ALL = compose(*STEPS.values())
 # Sizes that each family's configuration accepts, with n_heads in groups of 2.
 FITTING = {"d_mlp": 41, "n_heads": 4, "d_head": 20, "d_model": 80, "n_layers": 3}
 
@@ -76,7 +77,7 @@ def test_all_expansions_are_exact(name, monkeypatch):
         worst, _ = worst_activation(grown.provenance, old, new)
         assert max(worst.values()) < EXACT, max(worst, key=worst.get)
         assert sum("hook_pattern" in hook or "hook_post" in hook for hook in worst) == 4
-        more = growth.compose(growth.InsertLayer(0), growth.WidenStream(3))
+        more = compose(growth.InsertLayer(0), growth.WidenStream(3))
         twice = grow(grown.model, more, seed=4)
         assert relative(twice.model(tokens), logits) < EXACT
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
@@ -299,7 +300,7 @@ def test_the_caller_s_model_and_random_numbers_stay_as_they_are(monkeypatch):
 # BERT and RoBERTa, whose norms stand on the stream: x becomes norm(x + f(x)). New layers and a
 # wider stream are refused (test_refused.py), because no weights keep the function there.
 
-ON_THE_STREAM = growth.compose(STEPS["d_mlp"], growth.AddHeads(3), STEPS["d_head"])
+ON_THE_STREAM = compose(STEPS["d_mlp"], growth.AddHeads(3), STEPS["d_head"])
 
 
 def masked_model(name, dtype=torch.float64):

@@ -19,6 +19,7 @@ from analyses.tools.gradmax import GradMax, gradient_products
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth.expansion.activations import activation_map
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.initialise import _Splits
 from attn_only_lens.growth.models._grow import read
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -33,7 +34,7 @@ INITS = {
 STEPS = {
     "neurons": growth.AddNeurons(5),
     "heads": growth.AddHeads(2),
-    "width": growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3)),
+    "width": compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3)),
     "stream": growth.WidenStream(11),
     "layer": growth.InsertLayer(1),
 }
@@ -76,7 +77,7 @@ def test_zeros_are_dead(step):
 
 @pytest.mark.parametrize("init", INITS)
 def test_seeds_and_equal_units(init):
-    step = growth.compose(
+    step = compose(
         growth.AddNeurons(7), growth.AddNeurons(7), growth.AddHeads(2), growth.InsertLayer(1)
     )
     first, same, reseeded = (
@@ -154,7 +155,7 @@ EXACT = LOGIT_TOLERANCE[torch.float64]
 PAIRED = {"cancelling": growth.init.cancelling(0.5), "splits": growth.init.splits(0.3, 0.7)}
 WITHOUT_ZEROS = pytest.mark.parametrize("init", PAIRED)
 NEURONS = growth.AddNeurons(4)
-WIDTH = growth.compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4))
+WIDTH = compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4))
 # Of an odd number of new units, one has no other to form a pair with.
 ODD = (
     growth.AddNeurons(5),
@@ -180,7 +181,7 @@ CASES = {
 def test_the_same_function(case, init):
     weights = random_weights(**CASES[case])
     steps = [step for step in ODD if not step.reasons_against(weights)]
-    grown, provenance = growth.compose(*steps)(weights, PAIRED[init], seed=3)
+    grown, provenance = compose(*steps)(weights, PAIRED[init], seed=3)
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
     assert provenance.ties
     assert not provenance.broken(grown.tensors)
@@ -208,7 +209,7 @@ def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
 @WITHOUT_ZEROS
 def test_some_heads_only(init):
     weights, some = random_weights(), {"layers": [1], "heads": [0]}
-    step = growth.compose(growth.WidenValues(4, **some), growth.WidenQueriesAndKeys(4, **some))
+    step = compose(growth.WidenValues(4, **some), growth.WidenQueriesAndKeys(4, **some))
     grown, _ = step(weights, PAIRED[init])
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
     old, new = (x.tensors["blocks.1.attn.W_O"] for x in (weights, grown))
@@ -230,9 +231,7 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
 
 def test_what_copies_write_goes_back_to_the_old_unit_after_training():
     model = native()
-    grown = grow(
-        model, growth.compose(growth.AddNeurons(40), growth.AddHeads(1)), init=PAIRED["splits"]
-    )
+    grown = grow(model, [growth.AddNeurons(40), growth.AddHeads(1)], init=PAIRED["splits"])
     for name, tensor in read(grown.model).tensors.items():
         if name.endswith(("W_out", "W_O")):
             tensor += torch.randn_like(tensor)
@@ -266,6 +265,6 @@ def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
 def test_models_and_the_way_back_to_the_bit(init, dtype):
     model = native("gated", dtype)
     steps = (growth.AddNeurons(5), growth.AddHeads(2), WIDTH, growth.InsertLayer(1))
-    grown = grow(model, growth.compose(*steps), init=PAIRED[init])
+    grown = grow(model, [*steps], init=PAIRED[init])
     assert relative(grown.model(tokens()), model(tokens())) < LOGIT_TOLERANCE[dtype]
     assert same_bits(grown.shrink(), model)

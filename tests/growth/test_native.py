@@ -39,9 +39,7 @@ def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name, monkeyp
         before, (logits, old) = state(bridge), cached(bridge)
         # Free entries are not zero, so required zeros come from the expansion, not from the init.
         once = grow(bridge, **sizes_for(name), init=growth.init.normal(0.3), seed=1)
-        twice = grow(
-            once.model, growth.compose(growth.WidenStream(3), growth.InsertLayer(at=0)), seed=2
-        )
+        twice = grow(once.model, [growth.WidenStream(3), growth.InsertLayer(at=0)], seed=2)
         moved = once.provenance.then(twice.provenance)
         for grown, provenance in ((once, once.provenance), (twice, moved)):
             new_logits, new = cached(grown.model)
@@ -119,7 +117,7 @@ def test_rotary_tables_come_along_as_they_are():
 
 def test_the_source_may_change_meanwhile():
     bridge, same = native(), native()
-    grown = grow(bridge, growth.compose(all_steps(bridge), all_steps(bridge)))
+    grown = grow(bridge, [all_steps(bridge), all_steps(bridge)])
     for _ in range(2):
         with torch.no_grad():
             for parameter in bridge.parameters():

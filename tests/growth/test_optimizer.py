@@ -182,7 +182,7 @@ def test_moments_of_split_units_are_those_of_the_grown_models_own_gradients():
         growth.WidenValues(4),
         growth.WidenQueriesAndKeys(4),
     )
-    grown = grow(model, growth.compose(*more, growth.AddNeurons(3)), init=_Splits(0.3, 0.0))
+    grown = grow(model, [*more, growth.AddNeurons(3)], init=_Splits(0.3, 0.0))
     new = grown.optimizer(optimizer, model)
     assert relative(grown.model(TOKENS), model(TOKENS)) < TOLERANCE
     loss(grown.model, TOKENS).backward()

@@ -9,13 +9,14 @@ from sealed_files import rewrite
 
 from attn_only_lens import grow, growth, load
 from attn_only_lens.errors import CheckpointError, GrowthError, UnknownHeadError
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.weights import identity_of
 from attn_only_lens.growth.models._grow import identity
 from attn_only_lens.growth.models.grown_folder import read_provenance
 
 
 def test_names():
-    steps = growth.compose(
+    steps = compose(
         growth.InsertLayer(1),
         growth.AddNeurons(5),
         growth.WidenStream(3),
@@ -81,7 +82,7 @@ def test_files(init, tmp_path):
         growth.AddHeads(4, into_groups=True),
     )
     model = boot("granite", torch.float32)
-    grown = grow(model, growth.compose(*steps), init=init)
+    grown = grow(model, [*steps], init=init)
     folder = grown.save_pretrained(tmp_path / "grown")
     assert load(folder / "provenance.json") == grown.provenance
     card = (folder / "README.md").read_text("utf-8")

@@ -9,6 +9,7 @@ from growing import native, same_bits
 
 from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.growth.expansion.expansion import compose
 
 MODELS = {name: lambda name=name: native(name) for name in ("ln", "grouped", "attention_only")}
 MODELS |= {name: lambda name=name: boot(name) for name in ("gpt2", "llama", "bert")}
@@ -34,7 +35,7 @@ REQUESTS = [
     ("gpt2", growth.AddHeads(2, into_groups=True), ["would share keys and values"]),
     ("llama", growth.WidenQueriesAndKeys(3), ["even number"]),
     (
-        *("bert", growth.compose(growth.InsertLayer(0), growth.WidenStream(2))),
+        *("bert", compose(growth.InsertLayer(0), growth.WidenStream(2))),
         ["LayerNorm(x) is not x", "no weight can subtract the mean"],
     ),
 ]
@@ -65,7 +66,7 @@ def test_all_reasons_of_all_steps_at_once():
         growth.InsertLayer(9),
     )
     with pytest.raises(GrowthError) as error:
-        grow(native(), growth.compose(growth.compose(*steps[:2]), *steps[2:]))
+        grow(native(), [compose(*steps[:2]), *steps[2:]])
     assert len(error.value.reasons) == 3
     for reason in ("AddHeads: ", "WidenQueriesAndKeys: ", "InsertLayer: got at=9"):
         assert reason in str(error.value)
@@ -156,7 +157,7 @@ def test_an_error_half_way_leaves_the_source_as_it_was():
         return torch.ones(new.shape, dtype=torch.float64)
 
     with pytest.raises(RuntimeError, match="power cut"):
-        grow(model, growth.compose(growth.WidenStream(3), growth.AddNeurons(2)), init=fails)
+        grow(model, [growth.WidenStream(3), growth.AddNeurons(2)], init=fails)
     with pytest.raises(ValueError, match="returned"):
         grow(model, d_mlp=41, init=lambda new, seed: torch.ones(3))
     assert same_bits(model, same)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from attn_only_lens import growth
 from attn_only_lens.errors import GrowthError
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 
 pytestmark = pytest.mark.numeric
@@ -31,7 +32,7 @@ STEPS = {
     "3.5": growth.WidenStream(11),
     "3.6": growth.InsertLayer(1),
 }
-STEPS["all"] = growth.compose(*STEPS.values())
+STEPS["all"] = compose(*STEPS.values())
 LN = {"norm": "LN", "final_norm": "LN"}
 VARIANTS = {
     "the paper's": {},
@@ -187,10 +188,10 @@ def test_growth_in_turn_and_at_once():
     """Two growths compose to the same provenance and weights as both at once."""
     weights = random_weights(scale_by_layer=True)
     first = STEPS["all"]
-    second = growth.compose(*reversed(list(STEPS.values())[:-1]))
+    second = compose(*reversed(list(STEPS.values())[:-1]))
     once, a = first(weights)
     twice, b = second(once)
-    both, c = growth.compose(first, second)(weights)
+    both, c = compose(first, second)(weights)
     assert a.then(b) == c
     assert all(torch.equal(twice.tensors[name], both.tensors[name]) for name in both.tensors)
     assert twice.constants == both.constants

@@ -25,6 +25,7 @@ from attn_only_lens import (
     save,
 )
 from attn_only_lens.errors import CheckpointError
+from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 
@@ -172,7 +173,7 @@ def of_grown(folder):
 
 def test_a_flipped_bit_of_a_grown_model_is_refused_or_changes_nothing(tmp_path):
     """tests/storage flips bits of other folders."""
-    expansion = growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))
+    expansion = compose(growth.AddNeurons(4), growth.InsertLayer(at=1))
     folder = grow(talking(), expansion).save_pretrained(tmp_path / "folder")
     tensors, *others = of_grown(folder)
     refused = 0

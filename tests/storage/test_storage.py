@@ -521,7 +521,7 @@ TAKES = {
 TAKES_FILE = {
     **{f"load {end}": lambda path, end=end: load(f"{path}{end}") for end in ENDINGS},
     "write a graph": lambda path: graph().save(path),
-    "write": lambda path: viz.write("<p>", f"{path}.html"),
+    "draw": lambda path: viz.write("<p>", f"{path}.html"),
 }
 
 

@@ -85,12 +85,12 @@ def compare(
             kind: a HookedTransformer, a TransformerBridge, or a converted model. If its
             neuron-heads are not exposed, they are exposed during the call.
         grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`. For
-            training without growth, train `grow(model, growth.compose()).model`, a copy.
+            training without growth, train `grow(model, []).model`, a copy.
         contrast: the prompts and the metric, with a gradient. A contrast is cut into batches. Or an
             iterable of contrasts, each of which is a batch of any size; they are read once.
         provenance: the provenance of `grown` if that is a model; otherwise it replaces the
-            provenance in `grown`. It identifies the original model; other models are refused
-            (`growth.identity`).
+            provenance in `grown`. It identifies the original model by numbers that are computed
+            from its weights; other models are refused.
         null: like `grown`, but trained with another seed after the same growth. `grown` is
             compared with this null model too, which shows how much two training runs differ.
         sizes: how large the batches and the circuits are, and how many components are patched.
@@ -300,6 +300,6 @@ def _require_source(model: Any, provenance: Provenance) -> None:
         return
     advice = (
         "to compare with this model anyway (e.g. because it was trained), pass provenance="
-        "dataclasses.replace(provenance, source=attn_only_lens.growth.identity(model))"
+        "dataclasses.replace(provenance, source=grow(model, []).provenance.source)"
     )
     raise ComparisonError([reason, advice], _PROBLEM)

@@ -107,7 +107,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
         >>> from attn_only_lens import grow, growth, load, pretrained
         >>> from attn_only_lens.growth.expansion.activations import activation_map
         >>> model = load("modular-addition")
-        >>> grown = grow(model, growth.compose(growth.InsertLayer(0), growth.AddHeads(1)))
+        >>> grown = grow(model, [growth.InsertLayer(0), growth.AddHeads(1)])
         >>> there = activation_map(grown.provenance, "blocks.0.attn.hook_pattern")
         >>> there.name
         'blocks.1.attn.hook_pattern'

@@ -305,11 +305,6 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
     The order affects the values of new entries, but not the function that the grown model computes.
-    The layer indices of each expansion refer to the model after the earlier expansions: after
-    `InsertLayer(at=0)`, layer 0 is the new layer.
-
-    Args:
-        *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.
     """
     steps = (
         expansion.steps if isinstance(expansion, ExpansionSequence) else (expansion,)

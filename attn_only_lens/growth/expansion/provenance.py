@@ -260,14 +260,15 @@ class Provenance:
         shares: the new units that share the outputs of old units.
         centred: whether growth subtracted the residual stream's mean over d_model, which LayerNorm
             ignores.
-        source: fingerprint of the original model (`growth.identity`); None if only weights grew.
+        source: fingerprint of the original model (see `compare`); None if only weights grew.
 
     Example:
         >>> from attn_only_lens import growth, load
+        >>> from attn_only_lens.growth.expansion.expansion import compose
         >>> from attn_only_lens.growth.models._grow import read
         >>> weights = read(load("modular-addition"))
         >>> steps = growth.InsertLayer(at=0), growth.AddNeurons(2, layers=[1])
-        >>> _, provenance = growth.compose(*steps)(weights)
+        >>> _, provenance = compose(*steps)(weights)
         >>> provenance["L0N17"], provenance["L0H1"], provenance.new_layers
         ('L1N17', 'L1H1', ('L0',))
         >>> provenance.old_of("L1N17"), provenance.old_of("L0N17")

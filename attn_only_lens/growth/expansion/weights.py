@@ -230,7 +230,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Identity:
-    """Numbers that identify a model's tensors, computed by `growth.identity`.
+    """Numbers that identify a model's tensors, computed by `identity`.
 
     Attributes:
         marks: the weighted sum and the norm of each tensor, by name.

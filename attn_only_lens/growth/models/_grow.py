@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ class ModelSizes(TypedDict, total=False):
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
 def grow(
     model: Any,
-    expansion: Expansion | None = None,
+    expansion: Expansion | Sequence[Expansion] | None = None,
     *,
     init: Initialiser | None = None,
     seed: int = 0,
@@ -193,7 +194,10 @@ def grow(
     Args:
         model: a `TransformerBridge` around a transformers language model, or from `boot_native`; a
             `HookedTransformer`, or a model that `convert` made attention-only.
-        expansion: an expansion from `attn_only_lens.growth`; None if you pass sizes.
+        expansion: an expansion from `attn_only_lens.growth`, or a list of expansions, which are
+            applied in this order; None if you pass sizes. The layer indices of each expansion refer
+            to the model after the earlier ones: after `InsertLayer(at=0)`, layer 0 is the new
+            layer. With an empty list, the grown model is a copy.
         init: an initialiser from `growth.init` that draws free entries. By default, they have the
             distribution of the model's own initial weights.
         seed: the seed for `init`.
@@ -230,9 +234,9 @@ def grow(
         raise GrowthError(_all_reasons(growable))
     weights, seed = growable.read(), as_plain(seed)
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
-    expansion = _checked_expansion(growable, weights, expansion, asked, init, seed)
+    chosen = _checked_expansion(growable, weights, expansion, asked, init, seed)
     # Expand
-    larger, provenance = expansion.expand(weights.map(float32_if_half), init or own(), seed)
+    larger, provenance = chosen.expand(weights.map(float32_if_half), init or own(), seed)
     larger, error = _rounded(larger, weights, provenance)
     originals = {}
     for name, tensor in weights.tensors.items():
@@ -256,7 +260,7 @@ def grow(
 def _checked_expansion(
     growable: Growable,
     weights: Weights,
-    expansion: Expansion | None,
+    expansion: Expansion | Sequence[Expansion] | None,
     asked: dict[str, int],
     init: object,
     seed: object,
@@ -272,19 +276,22 @@ def _checked_expansion(
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
         odd.append(f"got init={init!r}; expected an initialiser from attn_only_lens.growth.init")
-    if expansion is not None and not isinstance(expansion, Expansion):
-        odd.append(f"got {a_type(expansion)}; expected an expansion from attn_only_lens.growth")
+    steps: list[Any] = [*expansion] if isinstance(expansion, list | tuple) else [expansion]
+    wrong = [x for x in steps if not isinstance(x, Expansion) and expansion is not None]
+    odd += [f"got {a_type(x)}; expected an expansion from attn_only_lens.growth" for x in wrong[:1]]
     if odd:
         raise GrowthError([*reasons, *odd])
     if expansion is None:
-        expansion, wrong = _expansion_to(weights, asked)
-        reasons += wrong
-    against = expansion.reasons_against(weights)
+        chosen, impossible = _expansion_to(weights, asked)
+        reasons += impossible
+    else:
+        chosen = compose(*steps)
+    against = chosen.reasons_against(weights)
     if not against:
-        sketch, _ = expansion.expand(weights.sketch(), own(), 0)
+        sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         against = growable.reasons_against_weights(sketch)
     GrowthError.raise_if([*reasons, *against])
-    return expansion
+    return chosen
 
 
 def _rounded(
