@@ -201,7 +201,9 @@ def passes(model):
 def patterns(model):
     cache = model.run_with_cache(there(model))[1]
     texts = [[str(token) for token in row] for row in CLEAN.tolist()]
-    looked_up = neurons.neuron_statistics(model, ["L1N29"], neurons.Corpus(CLEAN.tolist()), k=3)
+    looked_up = neurons.corpus_statistics(
+        model, ["L1N29"], neurons.Corpus(CLEAN.tolist()), k=3
+    ).neurons
     return (
         neuron_pattern(cache, "L1N29"),
         neuron_pattern(cache, "L1N29", dense=True),

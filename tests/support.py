@@ -117,7 +117,8 @@ class Kit:
 
     def looked_up(self, by, metric=None):
         corpus = neurons.Corpus([TEXT, OTHER])
-        return neurons.neuron_statistics(self.exposed, ["L1N3"], corpus, k=3, by=by, metric=metric)
+        options = {"k": 3, "by": by, "metric": metric}
+        return neurons.corpus_statistics(self.exposed, ["L1N3"], corpus, **options).neurons
 
     def grown_by(self, expansion, **options):
         """Return whether the model grows this way and computes the same function."""
@@ -325,7 +326,9 @@ PATCHING = {
     ),
     "ablated": lambda kit: _other_inside(kit, p.ablated(kit.exposed, ["L0H1", "L1N3"])),
     "activation_patch": lambda kit: _changed(kit.sweep()),
-    "agreement": lambda kit: len(p.agreement(kit.sweep("all", positions="each"), kit.attributed())),
+    "Sweep.agreement": lambda kit: len(
+        kit.sweep("all", positions="each").agreement(kit.attributed())
+    ),
     "attribution": lambda kit: _changed(kit.attributed()),
     "custom": lambda kit: _changed(
         kit.sweep(metric=p.custom(lambda logits: logits[:, -1, 7].mean()))
@@ -357,7 +360,7 @@ TASKS = {
     ),
     "from_jsonl": lambda kit: len(_read_pairs(kit)),
     "from_pair": lambda kit: len(tasks.from_pair(kit.model, 1, _solvable(kit), {"w2": ["w11"]})),
-    "solved_by": lambda kit: len(tasks.solved_by(kit.model, _solvable(kit))),
+    "Contrast.solved_by": lambda kit: len(_solvable(kit).solved_by(kit.model)),
     "induction": lambda kit: kit.patched_by_role(tasks.induction(kit.model.tokenizer, 3, length=5)),
 }
 CIRCUITS = {
@@ -404,7 +407,6 @@ NEURONS = {
         )
         == 2
     ),
-    "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
 TRANSCODERS = {
@@ -467,7 +469,7 @@ OF_NO_MODEL = {
     "ComparisonSizes",
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
-    "pairs",  # a random model solves no task; `solved_by` has a row
+    "pairs",  # a random model solves no task; `Contrast.solved_by` has a row
 }
 """Public names without a row."""
 TITLES = {
@@ -496,8 +498,8 @@ If a function raises any other error, `make support` fails and does not write th
 results are available [as CSV](support.csv).
 
 `demo` and `pretrained` use only the shipped models: bridges with version 4, either class with
-version 3.9. `pairs` takes the models that `tasks.solved_by` takes. Models from other families may
-be refused for other reasons: see [limits](limits.md) and [growth](growth.md)."""
+version 3.9. `pairs` takes the models that `Contrast.solved_by` takes. Models from other families
+may be refused for other reasons: see [limits](limits.md) and [growth](growth.md)."""
 ROWS = {
     "attn_only_lens": LENS,
     "attn_only_lens.patching": PATCHING,

@@ -258,7 +258,7 @@ REFUSED = {
         "or 'auto'",
     ),
     "corpus": (
-        lambda m: neurons.neuron_statistics(m, ["L0N5"], ["a text"]),
+        lambda m: neurons.corpus_statistics(m, ["L0N5"], ["a text"]).neurons,
         r"expected a corpus: neurons.Corpus\(texts\)",
     ),
     "metric of examples": (
@@ -327,7 +327,7 @@ REFUSED = {
         "expected a function that takes a dictionary",
     ),
     "solved by no difference": (
-        lambda m: tasks.solved_by(m, replace(PAIR, metric=p.kl())),
+        lambda m: replace(PAIR, metric=p.kl()).solved_by(m),
         "expected logit_diff or probability_diff",
     ),
 }

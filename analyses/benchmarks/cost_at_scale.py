@@ -118,7 +118,7 @@ class Shape:
 
     @property
     def statistics(self) -> int:
-        """Return the bytes of `neuron_statistics` for all neurons, with k = 20 examples per end.
+        """Return the bytes of `corpus_statistics` for all neurons, with k = 20 examples per end.
 
         An example has 3 integers, a flag, its score, and a window of 19 tokens with 2 numbers each;
         a neuron has 1,416 integers for histograms and quadrants.

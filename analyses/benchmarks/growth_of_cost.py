@@ -10,7 +10,7 @@ prompts, one size grows at a time. Prompts differ in one token, after an eighth 
     path_patch         100 paths, from neurons of layer 0 to neurons of a layer in the middle
     attribution_graph  of a difference, with 100 nodes
     discover           every head at every position
-    neuron_statistics  every neuron
+    corpus_statistics  every neuron
 
 On the axis "sites", sites are also paths, nodes of a graph, candidates of `discover`, and neurons
 of the statistics. Each measurement has a separate process with a new model. The process first loads
@@ -48,7 +48,7 @@ from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
 from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens.circuits import attribution_graph, discover
-from attn_only_lens.neurons import Corpus, neuron_statistics
+from attn_only_lens.neurons import Corpus, corpus_statistics
 from attn_only_lens.patching import Edges, Sites, activation_patch, attribution, path_patch
 
 SHAPE = {"d_model": 224, "n_heads": 7, "d_mlp": 896, "d_vocab": 5003}
@@ -157,7 +157,7 @@ def statistics(model: Any, point: Point, contrast: Contrast) -> int:
     neurons = cfg.n_layers * cfg.d_mlp
     chosen = spread(point.sites or neurons, neurons)
     names = [f"L{i // cfg.d_mlp}N{i % cfg.d_mlp}" for i in chosen]
-    neuron_statistics(model, names, Corpus(list(contrast.clean)), work=QUIET)
+    corpus_statistics(model, names, Corpus(list(contrast.clean)), work=QUIET)
     return len(names)
 
 
@@ -168,7 +168,7 @@ CALLS: dict[str, Callable[[Any, Point, Contrast], int] | None] = {
     "path_patch": paths,
     "attribution_graph": graph,
     "discover": search,
-    "neuron_statistics": statistics,
+    "corpus_statistics": statistics,
 }
 """Each call returns its number of sites."""
 COUNTED = {"activation_patch": 100, "path_patch": 100, "attribution_graph": 100}
@@ -243,7 +243,7 @@ def possible(point: Point, smoke: bool) -> bool:
     """Return whether the model has this number of sites, and the call accepts it."""
     if smoke or point.sites is None:
         return True
-    if point.call == "neuron_statistics":
+    if point.call == "corpus_statistics":
         return point.sites <= point.layers * SHAPE["d_mlp"]
     # 10,000 nodes have more edges than `max_edges`.
     return point.call != "attribution_graph" or point.sites < 10_000
@@ -372,7 +372,7 @@ def main(
 A bridge of GPT-2's architecture with random weights: {shape}, float32. One size grows at a time,
 from 4 layers, 32 tokens and 1 pair of prompts, which differ from the fifth token on. Sweeps patch
 100 neurons at positions, or 100 paths; graphs have 100 nodes; `attribution` and `discover` take
-every head at every position, `neuron_statistics` every neuron. Each measurement has a process of
+every head at every position, `corpus_statistics` every neuron. Each measurement has a process of
 its own, after a small call that loads libraries. Times are those of a repeated call, which
 remembers its tests of the model, except if the first takes more than {REPEATED:g} s;
 [growth_of_cost.csv](growth_of_cost.csv) has both. {about}

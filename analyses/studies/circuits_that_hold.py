@@ -94,7 +94,7 @@ _TEMPLATES = {
 def pairs(model: Any, family: str, n: int) -> Contrast:
     """Return up to n pairs of a family that the model solves on both prompts."""
     if family == "indirect object":
-        return tasks.solved_by(model, tasks.ioi(model.tokenizer, 3 * n, corruption="swap"))[:n]
+        return tasks.ioi(model.tokenizer, 3 * n, corruption="swap").solved_by(model)[:n]
     if family == "number":
         keys = Contrast(
             "The keys near the cabinet", "The key near the cabinet", p.logit_diff(" are", " is")
@@ -109,7 +109,7 @@ def pairs(model: Any, family: str, n: int) -> Contrast:
     }
     words = [{"word": word, "answer": f" {answer}"} for word, answer in answers[family].items()]
     made = tasks.from_templates(model.tokenizer, _N_DRAWN, _TEMPLATES[family], words)
-    return tasks.solved_by(model, made)[:n]
+    return made.solved_by(model)[:n]
 
 
 def measure(model: Any, family: str, contrast: Contrast) -> Iterator[dict[str, Any]]:

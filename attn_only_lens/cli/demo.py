@@ -36,7 +36,7 @@ def demo(
         tasks,
         viz,
     )
-    from attn_only_lens.neurons import Corpus, neuron_statistics
+    from attn_only_lens.neurons import Corpus, corpus_statistics
     from attn_only_lens.patching import logit_diff
 
     model = expose_neuron_heads(load("small-english"), check=CLEAN).model
@@ -48,7 +48,8 @@ def demo(
     why = explain(model, pairs[:PAIRS], held_out=pairs[PAIRS:])
     typer.echo(why.text(_SHOWN))
     texts = Corpus(pretrained.small_english_texts())
-    seen = neuron_statistics(model, why.neurons, texts, work=Work(progress="texts"))
+    seen = corpus_statistics(model, why.neurons, texts, work=Work(progress="texts")).neurons
+    assert seen is not None
     page = viz.neuron_page(model, None, seen)
     say_page(why.page(out / "circuit.html", examples=seen.frame()), "the circuit; click a node")
     say_page(viz.write(page, out / "neurons.html"), "the circuit's neurons, over texts")

@@ -38,6 +38,6 @@ def pairs(
         made = tasks.agreement(loaded.tokenizer, n, seed, feature=feature)
     else:
         made = getattr(tasks, task)(loaded.tokenizer, n, seed)
-    made = tasks.solved_by(loaded, made)
+    made = made.solved_by(loaded)
     made.save(out)
     typer.echo(f"{made!r}\n{out}: {len(made)} pairs, for --pairs")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.engine.contrast_file import DOCUMENT, as_body, fields_of, metric_of
-from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.positions import role_reasons
 from attn_only_lens.engine.prompts import (
     PromptPair,
@@ -24,10 +24,13 @@ from attn_only_lens.engine.prompts import (
     require_ignored_padding,
     single_prompts,
 )
+from attn_only_lens.engine.recording import run
 from attn_only_lens.engine.tokens import array_as_tensor, require_model
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.storage.atomic import AnyPath
 
+NOT_SOLVED = "the model does not prefer the right answer on both prompts"
+_AT_ONCE = 16  # pairs in one forward pass
 _PROBLEM = "this is no contrast"
 _REPR = Repr()
 _REPR.maxstring, _REPR.maxlist = 200, 20
@@ -201,6 +204,40 @@ class Contrast:
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
 
+    def solved_by(self, model: Any) -> "Contrast":
+        """Return the pairs that a model solves: it prefers the right answer on both prompts.
+
+        The metric, a difference of two answers (`logit_diff` or `probability_diff`), is above 0 on
+        the clean prompt and below 0 on the corrupted prompt. A circuit that is found on other pairs
+        explains little about the answers.
+
+        Returns:
+            The pairs that are left; `Contrast.dropped` counts the others.
+
+        Raises:
+            InputError: the metric is not a difference of two answers, or no pairs are left.
+
+        Example:
+            >>> from attn_only_lens import Contrast, load, patching as p
+            >>> clean, corrupted = ["The keys", "The key"], ["The key", "The keys"]
+            >>> pairs = Contrast(clean, corrupted, p.logit_diff([" are"] * 2, [" is"] * 2))
+            >>> pairs.solved_by(load("small-english")).clean
+            ('The keys',)
+        """
+        reasons = contrast_reasons(self)
+        if not reasons and len(as_metric(self.metric).answers) != 2:
+            name = as_metric(self.metric).name
+            reasons.append(f"got {name}; expected logit_diff or probability_diff")
+        problem = "a model cannot solve these pairs"
+        InputError.raise_if(reasons, problem)
+        left = solved_pairs(model, self)
+        if not left:
+            reason = f"got {len(self)} pairs, and {NOT_SOLVED} for any of them; expected others"
+            raise InputError([reason], problem)
+        n_dropped = len(self) - len(left)
+        dropped = {**self.dropped, NOT_SOLVED: n_dropped} if n_dropped else self.dropped
+        return replace(self[left], dropped=dropped)
+
     def save(self, path: str | Path) -> None:
         """Write the contrast to a JSON file atomically.
 
@@ -235,6 +272,20 @@ def read_contrast(path: AnyPath, metric: AnyMetric | None = None) -> Contrast:
         return Contrast(**fields_of(body) | {"metric": metric})
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no contrast: {error}") from error
+
+
+@torch.no_grad()
+def solved_pairs(model: Any, contrast: Contrast) -> list[int]:
+    """Return the numbers of the pairs that a model solves."""
+    left = list[int]()
+    contrast.pair(model)  # its errors name the prompts by their numbers among all pairs
+    for start in range(0, len(contrast), _AT_ONCE):
+        some = contrast[start : start + _AT_ONCE]
+        pair = some.pair(model)
+        metric = bind(some.metric, model, pair)
+        clean, corrupted = (metric.of_run(logits) for logits in run(model, *pair.together).chunk(2))
+        left += [start + i for i in ((clean > 0) & (corrupted < 0)).nonzero()[:, 0].tolist()]
+    return left
 
 
 def contrast_reasons(contrast: object, *, both: bool = True) -> list[str]:

@@ -32,7 +32,7 @@ from attn_only_lens.engine.sites import (
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Corpus, batches, corpus_rows, n_texts
-from attn_only_lens.neurons.statistics import CorpusStatistics, NeuronStatistics
+from attn_only_lens.neurons.statistics import CorpusStatistics
 from attn_only_lens.neurons.summary import Options, Resumed, Summary
 from attn_only_lens.precision import full_precision
 from attn_only_lens.work import Work, work_reasons
@@ -99,37 +99,6 @@ def top_examples(
     return statistics.neurons.frame()
 
 
-def neuron_statistics(
-    model: Any,
-    names: SomeSites | None,
-    corpus: Corpus,
-    *,
-    k: int = 20,
-    by: By = "z",
-    metric: AnyMetric | None = None,
-    work: Work = Work(),
-) -> NeuronStatistics:
-    """Return top examples of neurons, and histograms of each neuron's z, gate and value.
-
-    Arguments and errors are the same as for `top_examples`.
-
-    Returns:
-        The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
-
-    Example:
-        >>> from attn_only_lens import expose_neuron_heads, load, neurons
-        >>> model = expose_neuron_heads(load("modular-addition")).model
-        >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
-        >>> statistics = neurons.neuron_statistics(model, ["L0N7"], corpus, k=2)
-        >>> counts, edges = statistics.histogram("L0N7", "gate")
-        >>> int(counts.sum()), statistics.n_tokens
-        (6, 6)
-    """
-    statistics = _look_up(NEURON_KINDS, **locals())
-    assert statistics.neurons is not None
-    return statistics.neurons
-
-
 def corpus_statistics(
     model: Any,
     names: SomeSites | None,
@@ -142,11 +111,12 @@ def corpus_statistics(
 ) -> CorpusStatistics:
     """Return the statistics of neurons and of attention heads, from one pass over the corpus.
 
-    For attention heads, these are the tokens that they attend to, and the tokens where their output
-    z W_O has the largest norm. Arguments and errors are the same as for `top_examples`, except:
+    For neurons, these are their top examples, and histograms of z, gate and value. For attention
+    heads, these are the tokens that they attend to, and the tokens where their output z W_O has the
+    largest norm. Arguments and errors are the same as for `top_examples`, except:
 
     Args:
-        names: neurons, features and attention heads, such as "L5H3" or "heads"; None for all. A
+        names: neurons, features and attention heads, such as "L5H3" or "neurons"; None for all. A
             transcoder's skip and error nodes have no statistics, so "all" leaves them out.
         by: "z" or "gate" ranks the examples of neurons; the examples of heads are ranked by the
             norm of the output, and only the largest are returned. "attribution" ranks both.
@@ -164,6 +134,9 @@ def corpus_statistics(
         (('L0N7',), ('L0H2',))
         >>> both.heads.tokens("L0H2").columns.tolist(), len(both.heads.frame())
         (['token', 'share', 'mean'], 2)
+        >>> counts, edges = both.neurons.histogram("L0N7", "gate")
+        >>> int(counts.sum()), both.neurons.n_tokens
+        (6, 6)
     """
     return _look_up(("attention", *NEURON_KINDS), **locals())
 

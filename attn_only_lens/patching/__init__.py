@@ -16,7 +16,6 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._path_patch import path_patch
 from attn_only_lens.patching.edges import Edges
@@ -29,7 +28,6 @@ __all__ = [
     "Sites",
     "ablated",
     "activation_patch",
-    "agreement",
     "attribution",
     "custom",
     "kl",

@@ -123,7 +123,7 @@ def attribution(
         >>> sites = p.Sites("neurons", positions=-1)
         >>> estimate = p.attribution(model, sums, sites=sites)
         >>> exact = p.activation_patch(model, sums, sites=sites)
-        >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
+        >>> bool(exact.agreement(estimate)["pearson"].item() > 0.99)
         True
     """
     estimate = Estimate.of(method)

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from scipy import stats
 from typing_extensions import TypedDict
 
-from attn_only_lens.arguments import POSITIVE, as_plain, is_number
+from attn_only_lens.arguments import POSITIVE, a_type, as_plain, is_count, is_number
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -54,6 +54,7 @@ TOP = 20
 
 _SHOWN_ROWS = 10
 _FEWEST_PROMPTS = 8  # the fewest prompts for p-values
+_SAME_RUN = 0.01  # a tolerance relative to |clean - corrupted|, above rounding errors in any dtype
 _ROUNDING = 1e-5  # a smaller effect, as a share of the difference, may be a rounding error
 # `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
 _ALWAYS_ON_TOP = (
@@ -324,7 +325,7 @@ class Sweep(ScoredFrame):
         for column in n_values:
             wrong = n_values.index[n_values[column] > 1]
             reasons += [f"rows for {name} have different {column} values" for name in wrong[:1]]
-        again = site_index(frame).duplicated(keep="last")
+        again = _site_index(frame).duplicated(keep="last")
         if again.any():
             reasons.append(f"{again.sum()} rows repeat a site, such as {names[again.argmax()]}")
         return reasons
@@ -373,6 +374,65 @@ class Sweep(ScoredFrame):
     def has_prompts(self) -> bool:
         """Whether the frame has separate rows for several prompts."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
+
+    def agreement(self, other: "Sweep", k: int = TOP) -> pd.DataFrame:
+        """Compare each site's effect in this sweep and in another, whose row order may differ.
+
+        Args:
+            other: a sweep with the same sites, positions, part, direction, metric and prompts.
+            k: how many rows with the largest |effect| to compare; ties keep the order of this
+                sweep.
+
+        Returns:
+            A one-row frame. Columns: `pearson`, `spearman` (ties share their mean rank), `top_k`
+            (the share of the k largest effects in one sweep that are among the k largest in the
+            other), `k`, `n` (the number of rows).
+
+        Raises:
+            InputError: with every reason: sites that only one sweep has; different parts,
+                directions, metrics or metric values of the runs; constant scores; k not from 1 to
+                n.
+
+        Example:
+            >>> import pandas as pd
+            >>> from attn_only_lens.patching.results import Sweep
+            >>> values = pd.DataFrame({"layer": 0, "kind": "neuron", "index": [2, 5, 7],
+            ...                        "name": ["L0N2", "L0N5", "L0N7"], "position": -1,
+            ...                        "value": [1.0, 2.0, -1.0]})
+            >>> run = {"part": "z", "direction": "denoise", "metric": "logit_diff(7, 8)",
+            ...        "clean_value": 3.0, "corrupted_value": -1.0, "n_prompts": 1, "model": "m"}
+            >>> exact, estimated = Sweep(values, **run), Sweep(values[::-1], **run)
+            >>> exact.agreement(estimated, k=2).round(6).to_dict("records")
+            [{'pearson': 1.0, 'spearman': 1.0, 'top_k': 1.0, 'k': 2, 'n': 3}]
+        """
+        problem = "these sweeps cannot be compared"
+        if not isinstance(other, Sweep):
+            raise InputError([f"got {a_type(other)}; expected another sweep"], problem)
+        if ("prompt" in self.frame) != ("prompt" in other.frame):
+            reason = (
+                "one sweep has rows for single prompts and the other means over prompts; expected "
+                "the same `per_prompt` for both"
+            )
+            raise InputError([reason], problem)
+        # -1 for missing sites
+        order = _site_index(other.frame).get_indexer(_site_index(self.frame))
+        reasons = _differences(self, other) + _site_reasons(self, other, order)
+        for label, sweep in (("this sweep", self), ("the other sweep", other)):
+            if not np.ptp(sweep.effect) > 0:
+                reasons.append(f"all scores of {label} are equal; expected scores that differ")
+        if not is_count(k, 1, len(self)):
+            reasons.append(f"got k={k!r}; expected 1 to {len(self)}, the number of rows")
+        InputError.raise_if(reasons, problem)
+        effects = self.effect, other.effect.iloc[order].reset_index(drop=True)
+        top = [effect.abs().nlargest(k).index for effect in effects]
+        row = {
+            "pearson": stats.pearsonr(*effects).statistic,
+            "spearman": stats.spearmanr(*effects).statistic,
+            "top_k": len(top[0].intersection(top[1])) / k,
+            "k": k,
+            "n": len(self),
+        }
+        return pd.DataFrame([row])
 
     def significance(self) -> pd.DataFrame:
         """Return each site's mean effect with a p-value and a false-discovery rate.
@@ -495,10 +555,41 @@ def run_settings(
     }
 
 
-def site_index(frame: pd.DataFrame) -> pd.MultiIndex:
+def _site_index(frame: pd.DataFrame) -> pd.MultiIndex:
     """Return an index (name, position, prompt) with which rows of two sweeps are matched."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
+
+
+def _differences(sweep: Sweep, other: Sweep) -> list[str]:
+    reasons = [
+        f"this sweep has {name} {getattr(sweep, name)!r}, the other {getattr(other, name)!r}"
+        for name in ("direction", "metric", "part")
+        if getattr(sweep, name) != getattr(other, name)
+    ]
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    for name in ("clean_value", "corrupted_value"):
+        values = getattr(sweep, name), getattr(other, name)
+        if not abs(values[0] - values[1]) <= _SAME_RUN * span:
+            reasons.append(
+                f"{name} is {values[0]:.4g} in this sweep and {values[1]:.4g} in the other; "
+                "expected the same prompts and model"
+            )
+    return reasons
+
+
+def _site_reasons(sweep: Sweep, other: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
+    """Return an error message if the sites of two sweeps differ."""
+    only_here, only_there = sweep.frame[order < 0], other.frame[~other.frame.index.isin(order)]
+    if only_here.empty and only_there.empty:
+        return []
+    row = (only_there if only_here.empty else only_here).iloc[0]
+    example = f"{row['name']} at {row['position']}"
+    example += f", prompt {row['prompt']}" if "prompt" in row else ""
+    return [
+        f"{len(only_here)} of {len(sweep)} rows are only in this sweep, and {len(only_there)} of "
+        f"{len(other)} only in the other, such as {example}; expected the same names and positions"
+    ]
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -3,7 +3,7 @@
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets
 from attn_only_lens.tasks._custom import from_jsonl, from_templates
-from attn_only_lens.tasks._from_pair import from_pair, solved_by
+from attn_only_lens.tasks._from_pair import from_pair
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
@@ -17,5 +17,4 @@ __all__ = [
     "greater_than",
     "induction",
     "ioi",
-    "solved_by",
 ]

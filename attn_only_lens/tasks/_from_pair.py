@@ -1,4 +1,4 @@
-"""Make many pairs of prompts from one pair, and keep the pairs that a model solves."""
+"""Make many pairs of prompts, which a model solves, from one pair."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,17 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
-
 from attn_only_lens.arguments import a_type
-from attn_only_lens.engine.contrast import Contrast, contrast_reasons
-from attn_only_lens.engine.metrics import as_metric, bind, logit_diff
-from attn_only_lens.engine.recording import run
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons, solved_pairs
+from attn_only_lens.engine.metrics import as_metric, logit_diff
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks._custom import RESERVED
-from attn_only_lens.tasks.pairs import NOT_SOLVED, PROBLEM, Filled, Pair, collect, draw
+from attn_only_lens.tasks.pairs import PROBLEM, Filled, Pair, collect, draw
 
-_AT_ONCE = 16  # pairs in one forward pass
 _Words: TypeAlias = str | tuple[str, ...]
 
 
@@ -32,7 +28,7 @@ def from_pair(
     A word is replaced in both prompts and in the answers. Words that change together, such as a
     noun, its plural and the answers, are a tuple. The pairs have the same tokens' places: a pair is
     dropped if a word has another number of tokens in its two prompts, or if the model does not
-    prefer the right answer on both (see `solved_by`). `Contrast.dropped` counts them.
+    prefer the right answer on both (see `Contrast.solved_by`). `Contrast.dropped` counts them.
 
     The roles (named positions) are the first word of each tuple, at its last token: where the word
     or the next word of its tuple is first, if it is in both prompts; and "end", the last token.
@@ -91,7 +87,7 @@ def from_pair(
             yield Pair(*_common_roles(clean, corrupted), (right,), (wrong,))
 
     tokenizer = getattr(model, "tokenizer", None)
-    return collect("pairs", tokenizer, n, seed, pairs(), solved=partial(_solved, model))
+    return collect("pairs", tokenizer, n, seed, pairs(), solved=partial(solved_pairs, model))
 
 
 def _axes(
@@ -165,54 +161,3 @@ def _common_roles(clean: Filled, corrupted: Filled) -> tuple[Filled, Filled]:
         return replace(side, ends={role: side.ends[role] for role in side.ends if role in common})
 
     return kept(clean), kept(corrupted)
-
-
-def solved_by(model: Any, contrast: Contrast) -> Contrast:
-    """Return the pairs that a model solves: it prefers the right answer on both prompts.
-
-    The metric, a difference of two answers, is above 0 on the clean prompt and below 0 on the
-    corrupted prompt. A circuit that is found on other pairs explains little about the answers.
-
-    Args:
-        model: the model that must solve the pairs.
-        contrast: pairs of prompts, with `logit_diff` or `probability_diff`.
-
-    Returns:
-        The pairs that are left; `Contrast.dropped` counts the others.
-
-    Raises:
-        InputError: the metric is not a difference of two answers, or no pairs are left.
-
-    Example:
-        >>> from attn_only_lens import Contrast, load, patching as p, tasks
-        >>> clean, corrupted = ["The keys", "The key"], ["The key", "The keys"]
-        >>> pairs = Contrast(clean, corrupted, p.logit_diff([" are"] * 2, [" is"] * 2))
-        >>> tasks.solved_by(load("small-english"), pairs).clean
-        ('The keys',)
-    """
-    reasons = contrast_reasons(contrast)
-    if not reasons and len(as_metric(contrast.metric).answers) != 2:
-        name = as_metric(contrast.metric).name
-        reasons.append(f"got {name}; expected logit_diff or probability_diff")
-    InputError.raise_if(reasons, PROBLEM)
-    left = _solved(model, contrast)
-    if not left:
-        reason = f"got {len(contrast)} pairs, and {NOT_SOLVED} for any of them; expected others"
-        raise InputError([reason], PROBLEM)
-    n_dropped = len(contrast) - len(left)
-    dropped = {**contrast.dropped, NOT_SOLVED: n_dropped} if n_dropped else contrast.dropped
-    return replace(contrast[left], dropped=dropped)
-
-
-@torch.no_grad()
-def _solved(model: Any, contrast: Contrast) -> list[int]:
-    """Return the numbers of the pairs that a model solves."""
-    left = list[int]()
-    contrast.pair(model)  # its errors name the prompts by their numbers among all pairs
-    for start in range(0, len(contrast), _AT_ONCE):
-        some = contrast[start : start + _AT_ONCE]
-        pair = some.pair(model)
-        metric = bind(some.metric, model, pair)
-        clean, corrupted = (metric.of_run(logits) for logits in run(model, *pair.together).chunk(2))
-        left += [start + i for i in ((clean > 0) & (corrupted < 0)).nonzero()[:, 0].tolist()]
-    return left

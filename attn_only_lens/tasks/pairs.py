@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from attn_only_lens.arguments import COUNT, POSITIVE, a_type
-from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.contrast import NOT_SOLVED, Contrast
 from attn_only_lens.engine.metrics import logit_diff, probability_diff
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
@@ -33,7 +33,6 @@ END = "end"
 """The role for the last token; every task has it."""
 
 PROBLEM = "these prompts cannot be made"
-NOT_SOLVED = "the model does not prefer the right answer on both prompts"
 _MOST_DRAWN = 20_000
 _Tokens: TypeAlias = tuple[int, ...]
 _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]

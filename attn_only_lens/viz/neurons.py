@@ -77,8 +77,7 @@ def neuron_page(
             `patching.Sites("neurons", layers=[3])`; None for all neurons and features, or all names
             of the statistics. Transcoders' skip nodes and error nodes have no pages.
         corpus: the texts, as `neurons.top_examples` takes them; or statistics from
-            `neurons.neuron_statistics` or `corpus_statistics`, for which the options below are not
-            used.
+            `neurons.corpus_statistics`, for which the options below are not used.
         k: number of examples with the largest z, and with the smallest.
         by: the quantity that ranks examples, as in `neurons.top_examples`.
         metric: the metric of attributions.

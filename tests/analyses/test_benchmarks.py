@@ -81,7 +81,7 @@ def test_smoke_of_growing_costs(page_of, tmp_path):
     rows = pd.read_csv(tmp_path / "growth_of_cost.csv")
     assert set(rows["call"]) == set(growth_of_cost.CALLS)
     sites = rows[rows["axis"] == "sites"].set_index("call")
-    for call in ("activation_patch", "attribution", "discover", "neuron_statistics"):
+    for call in ("activation_patch", "attribution", "discover", "corpus_statistics"):
         assert sites.loc[call, "counted sites"] == sites.loc[call, "size"]
 
 

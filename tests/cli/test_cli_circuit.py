@@ -169,7 +169,7 @@ def test_pairs_are_made_for_a_task_and_read_by_other_commands(tmp_path):
     result = run_cli("pairs", "small-english", "number", "--n", 4, "--seed", 3, "--out", file)
     assert result.exit_code == 0, result.output
     model = load_model("small-english", None, "cpu")
-    expected = tasks.solved_by(model, tasks.agreement(model.tokenizer, 4, 3))
+    expected = tasks.agreement(model.tokenizer, 4, 3).solved_by(model)
     made = load(file)
     for name in ("clean", "corrupted", "name", "dropped", "answers", "wrong"):
         assert getattr(made, name) == getattr(expected, name)

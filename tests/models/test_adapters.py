@@ -204,7 +204,7 @@ OF_NO_SUCH_MODEL = {
     # These take models without neuron-heads, tokens or files.
     *("Bilinear", "GeneralizedSiLU", "Bilinear.calibrated", "chat_tokens", "convert", "grow"),
     *("load", "compare", "agreement", "brackets", "greater_than", "ioi", "from_jsonl"),
-    *("from_pair", "solved_by", "comparison_report", *support.GROWTH),
+    *("from_pair", "Contrast.solved_by", "comparison_report", *support.GROWTH),
     # These take models whose neurons are not exposed.
     *("expose_neuron_heads", "Grown.save_pretrained", "Grown.shrink"),
     # These take activations from the user's forward pass, or names.
@@ -216,7 +216,7 @@ ROWS = [
     for package, names in support.ROWS.items()
     for name in names
     if package not in NOT_TRIED
-    if name not in OF_NO_SUCH_MODEL or (package, name) == ("attn_only_lens.patching", "agreement")
+    if name not in OF_NO_SUCH_MODEL
 ]
 
 

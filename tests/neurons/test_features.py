@@ -62,7 +62,7 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
     z = acts[0][3]
     index = int((z > 0).sum(0).argmax())
     names = [f"L3F{index}", f"L3F{DEAD}"]
-    statistics = neurons.neuron_statistics(model, names, corpus_of(texts), k=3)
+    statistics = neurons.corpus_statistics(model, names, corpus_of(texts), k=3).neurons
     assert statistics.n_tokens == len(z)
     row = statistics.names.index(f"L3F{index}")
     zeros = statistics.counts["zeros"]
@@ -78,12 +78,12 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
 def test_features_and_neurons_of_gated_mlps_together(model, texts):
     """None selects features and neurons, with the same results as each selection alone."""
     corpus = corpus_of(texts[:3])
-    both = neurons.neuron_statistics(model, None, corpus, k=2)
+    both = neurons.corpus_statistics(model, None, corpus, k=2).neurons
     kinds = [sum(letter in name for name in both.names) for letter in "NF"]
     assert kinds == [2 * 344, 2 * 344]
     assert len(both.names) == sum(kinds)
     for selection in ("neurons", "features"):
-        alone = neurons.neuron_statistics(model, selection, corpus, k=2)
+        alone = neurons.corpus_statistics(model, selection, corpus, k=2).neurons
         same = both.of(list(alone.names))
         for part in ("examples", "counts"):
             for name, expected in getattr(alone, part).items():

@@ -130,7 +130,7 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     options, whole = {"k": 3, "work": Work(batch_size=2)}, corpus_of(texts)
     both = neurons.corpus_statistics(plain, names, whole, **options)
     heads = neurons.corpus_statistics(plain, NAMES, whole, **options).heads
-    only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], whole, **options)
+    only = neurons.corpus_statistics(plain, ["L0N3", "L1N29"], whole, **options).neurons
     for got, reference in ((both.heads, heads), (both.neurons, only)):
         values, others = (x.frame()["value"].tolist() for x in (got, reference))
         assert values == pytest.approx(others, rel=1e-9)
@@ -147,4 +147,4 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
         assert got["token"].tolist() == reference["token"].tolist()
         assert got["mean"].tolist() == pytest.approx(reference["mean"].tolist())
     with pytest.raises(InputError, match="got L0H1, an attention head"):
-        neurons.neuron_statistics(plain, ["L0H1"], whole)
+        neurons.top_examples(plain, ["L0H1"], whole)

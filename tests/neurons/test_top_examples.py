@@ -131,7 +131,9 @@ def bins(x):
 
 def test_histograms_are_those_of_all_tokens_at_once(model_and_rows):
     (model, rows), texts = model_and_rows, corpus()
-    statistics = neurons.neuron_statistics(model, NAMES, corpus_of(texts), work=Work(batch_size=3))
+    statistics = neurons.corpus_statistics(
+        model, NAMES, corpus_of(texts), work=Work(batch_size=3)
+    ).neurons
     assert statistics.n_tokens == sum(map(len, texts))
     assert statistics.n_texts == len(texts)
     for number, name in enumerate(NAMES):
@@ -159,9 +161,9 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
     with torch.no_grad():
         mlp_of(model, "L0N3").gate_proj.weight[3] = 0.0
         mlp_of(model, "L1N0").up_proj.weight[0] = 0.0
-    statistics = neurons.neuron_statistics(
+    statistics = neurons.corpus_statistics(
         model, NAMES, corpus_of(texts), k=4, work=Work(batch_size=3)
-    )
+    ).neurons
     read = load(statistics.save(tmp_path / "found.safetensors"))
     frame, shares = read.quadrant_examples(), read.quadrants().set_index("name")
     for name, every in looked_up(model, texts, NAMES).items():
@@ -187,13 +189,13 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
                 place = next(x for x in inside if (x["text"], x["at"]) == (row["text"], row["at"]))
                 assert abs(place["z"]) == pytest.approx(row["value"])
     assert (frame["end"].value_counts() > 0).sum() == 4
-    ungated = neurons.neuron_statistics(plain, NAMES, corpus_of(texts))
+    ungated = neurons.corpus_statistics(plain, NAMES, corpus_of(texts)).neurons
     with pytest.raises(InputError, match="the neurons have no quadrants"):
         ungated.quadrant_examples()
 
 
 def test_statistics_are_kept(plain, tmp_path):
-    statistics = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
+    statistics = neurons.corpus_statistics(plain, NAMES, corpus_of(corpus()), k=3).neurons
     read = load(statistics.save(tmp_path / "found.safetensors"))
     assert read.frame().equals(statistics.frame())
     assert torch.equal(read.counts["joint"], statistics.counts["joint"])
@@ -205,7 +207,7 @@ def test_statistics_are_kept(plain, tmp_path):
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
-    result = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
+    result = neurons.corpus_statistics(plain, NAMES, corpus_of(corpus()), k=3).neurons
     arrow = result.frame()
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
     plain_lists = result.frame()
@@ -299,18 +301,20 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     texts, folder = corpus(), tmp_path / "kept"
     options = {"k": 3, "work": Work(batch_size=2, resume=folder)}
     with pytest.raises(KeyboardInterrupt):
-        neurons.neuron_statistics(plain, NAMES, corpus_of(interrupted(texts, 5)), **options)
+        neurons.corpus_statistics(plain, NAMES, corpus_of(interrupted(texts, 5)), **options)
     ran = []
     add = so_far.add_counts
     monkeypatch.setattr(so_far, "add_counts", lambda *x: (ran.append(1), add(*x)))
-    statistics = neurons.neuron_statistics(plain, NAMES, corpus_of(iter(texts)), **options)
+    statistics = neurons.corpus_statistics(plain, NAMES, corpus_of(iter(texts)), **options).neurons
     assert len(ran) == 2 * 2  # two layers and two batches: 6 of 9 pieces were done, and 3 are left
-    whole = neurons.neuron_statistics(plain, NAMES, corpus_of(texts), k=3, work=Work(batch_size=2))
+    whole = neurons.corpus_statistics(
+        plain, NAMES, corpus_of(texts), k=3, work=Work(batch_size=2)
+    ).neurons
     assert statistics.frame().equals(whole.frame())
     assert torch.equal(statistics.counts["joint"], whole.counts["joint"])
     assert (statistics.n_texts, statistics.n_tokens) == (whole.n_texts, whole.n_tokens)
     # The folder accepts more texts after the first ones, but no changed texts or options.
-    longer = neurons.neuron_statistics(plain, NAMES, corpus_of([*texts, [3, 4]]), **options)
+    longer = neurons.corpus_statistics(plain, NAMES, corpus_of([*texts, [3, 4]]), **options).neurons
     assert longer.n_tokens == whole.n_tokens + 2
     for other_texts, more, reason in (
         ([[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with"),
@@ -319,7 +323,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (texts, {"k": 5}, "k: got 5; the folder has 3"),
     ):
         with pytest.raises(InputError, match=reason):
-            neurons.neuron_statistics(plain, NAMES, corpus_of(other_texts), **(options | more))
+            neurons.corpus_statistics(plain, NAMES, corpus_of(other_texts), **(options | more))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from random_sweeps import POSITIONS, RUN, SITES, TEXTS, TOKENS, sweep, values
 from sealed_files import rewrite
 
 from attn_only_lens import load
-from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 from attn_only_lens.patching.results import Sweep
@@ -162,7 +161,7 @@ def test_agreement_against_scipy(direction):
     exact = sweep(0, direction=direction)
     noisy = values(0).assign(value=(values(0)["value"] + 0.7 * values(1)["value"]).round(1))
     approx = sweep(frame=noisy.sample(frac=1.0, random_state=3), direction=direction)
-    (row,) = p.agreement(exact, approx, k=11).to_dict("records")
+    (row,) = exact.agreement(approx, k=11).to_dict("records")
     first, second = exact.frame["value"], sweep(frame=noisy).frame["value"]
     assert second.duplicated().any()  # ties get their mean rank
     assert row["pearson"] == pytest.approx(scipy.stats.pearsonr(first, second)[0], abs=EXACT)
@@ -184,12 +183,16 @@ def test_sweeps_that_cannot_be_compared():
     flat = sweep(frame=values().assign(value=1.0), part="q")
     for other, options, reasons in (
         (sweep(frame=values().iloc[3:].replace("L1N4", "L1N5000")), {}, ["8 of 65 rows"]),
-        (sweep(frame=values(positions=["all"])), {}, ["13 of 13 only in approx"]),
-        (sweep(clean_value=3.5), {}, ["clean_value is 3.7 in exact and 3.5"]),
-        (flat, {"k": 66}, ["exact has part 'z', but approx has 'q'", "all scores of approx", "k"]),
+        (sweep(frame=values(positions=["all"])), {}, ["13 of 13 only in the other"]),
+        (sweep(clean_value=3.5), {}, ["clean_value is 3.7 in this sweep and 3.5"]),
+        (
+            flat,
+            {"k": 66},
+            ["has part 'z', the other 'q'", "all scores of the other", "k"],
+        ),
     ):
         with pytest.raises(InputError) as caught:
-            p.agreement(sweep(), other, **options)
+            sweep().agreement(other, **options)
         for got, reason in zip(caught.value.reasons, reasons, strict=True):
             assert reason in got
 
@@ -203,8 +206,8 @@ def test_rows_of_each_prompt_are_held_against_the_same():
         )
         for seed in (0, 2)
     )
-    row = p.agreement(first, second, k=9).iloc[0]
+    row = first.agreement(second, k=9).iloc[0]
     expected = np.corrcoef(first.frame["value"], second.frame["value"])[0, 1]
     assert (row["n"], row["pearson"]) == (130, pytest.approx(expected, abs=EXACT))
     with pytest.raises(InputError, match="the same `per_prompt`"):
-        p.agreement(first, sweep())
+        first.agreement(sweep())

@@ -101,7 +101,7 @@ def test_the_pairs_that_a_model_solves(model):
         made.metric,
         roles=made.roles,
     )
-    left = tasks.solved_by(model, swapped)
+    left = swapped.solved_by(model)
     texts = [
         (
             clean,
@@ -117,7 +117,7 @@ def test_the_pairs_that_a_model_solves(model):
     for i, text in enumerate(left.clean):
         assert left.roles["subject"][i] == made.roles["subject"][swapped.clean.index(text)]
     with pytest.raises(InputError, match="got 8 pairs, and the model does not prefer"):
-        tasks.solved_by(model, swapped[::3])
+        swapped[::3].solved_by(model)
 
 
 def test_some_pairs_of_a_contrast(model):

@@ -25,7 +25,7 @@ def model():
 def examples(model):
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(0, D_VOCAB, (11, 13), generator=generator)
-    return neurons.neuron_statistics(model, None, neurons.Corpus([*texts, texts[2]]), k=5)
+    return neurons.corpus_statistics(model, None, neurons.Corpus([*texts, texts[2]]), k=5).neurons
 
 
 def test_partners_are_those_of_composition(model):
