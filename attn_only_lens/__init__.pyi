@@ -3,7 +3,6 @@
 from . import (
     circuits,
     errors,
-    gates,
     growth,
     neurons,
     patching,
@@ -16,6 +15,7 @@ from ._load import load
 from .engine.contrast import Contrast
 from .engine.prompts import chat_tokens
 from .explanation import explain
+from .gates import GeneralizedSiLU
 from .growth.comparison._compare import compare
 from .growth.models._grow import grow
 from .heads import HeadName, neuron_pattern
@@ -29,6 +29,7 @@ from .work import Work
 __all__ = [
     "Bilinear",
     "Contrast",
+    "GeneralizedSiLU",
     "HeadName",
     "Work",
     "chat_tokens",
@@ -38,7 +39,6 @@ __all__ = [
     "errors",
     "explain",
     "expose_neuron_heads",
-    "gates",
     "grow",
     "growth",
     "load",

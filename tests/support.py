@@ -269,7 +269,7 @@ def _read_pairs(kit):
 
 
 def _generalized_silu(kit):
-    silu = lens.gates.GeneralizedSiLU(0.5, 2.0)
+    silu = lens.GeneralizedSiLU(0.5, 2.0)
     if kit.kind == HOOKED:
         model = models.build("gelu", torch.float32)
         for block in model.blocks:
@@ -286,6 +286,7 @@ def _generalized_silu(kit):
 
 LENS = {
     "Bilinear": _bilinear,
+    "GeneralizedSiLU": _generalized_silu,
     "HeadName": lambda kit: lens.HeadName.parse("L0N3").hook("z", kit.exposed) in kit.cache,
     "Bilinear.calibrated": lambda kit: (
         min(lens.Bilinear.calibrated(kit.gated, tokens()).calibration.ranges) > 0
@@ -317,7 +318,6 @@ LENS = {
         ).cfg.attn_only
     ),
 }
-GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
     "Ablation": lambda kit: len(
         p.activation_patch(
@@ -463,7 +463,7 @@ COMMANDS = {
     "verify": lambda kit: kit.run("verify", kit.files, "--text", TEXT),
 }
 OF_NO_MODEL = {
-    *("errors", "bilinear_gate"),
+    "errors",
     # What users make to say what they want.
     *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
     "ComparisonSizes",
@@ -481,7 +481,6 @@ TITLES = {
     "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.transcoders": "attn_only_lens.transcoders",
     "attn_only_lens.growth": "attn_only_lens.growth",
-    "attn_only_lens.gates": "attn_only_lens.gates",
     "attn-only-lens": "The command line",
 }
 INTRODUCTION = """\
@@ -509,7 +508,6 @@ ROWS = {
     "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.transcoders": TRANSCODERS,
     "attn_only_lens.growth": GROWTH,
-    "attn_only_lens.gates": GATES,
     "attn-only-lens": COMMANDS,
 }
 

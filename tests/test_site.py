@@ -37,7 +37,7 @@ MODULES = [
     "attn_only_lens",
     *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "neurons", "viz")),
     *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
-    *(f"attn_only_lens.{name}" for name in ("gates", "errors", "pretrained")),
+    *(f"attn_only_lens.{name}" for name in ("errors", "pretrained")),
 ]
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

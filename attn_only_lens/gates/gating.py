@@ -49,8 +49,7 @@ class GeneralizedSiLU:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, load, pretrained
-        >>> from attn_only_lens.gates import GeneralizedSiLU
+        >>> from attn_only_lens import GeneralizedSiLU, convert, load, pretrained
         >>> model, tokens = load("modular-addition"), pretrained.modular_addition_tokens()[:7]
         >>> swish = GeneralizedSiLU(a_1=0.5, a_2=2.0)
         >>> for block in model.blocks:

@@ -29,7 +29,6 @@ MODULES = (
     ".viz",
     ".growth",
     ".transcoders",
-    ".gates",
     ".errors",
     ".pretrained",
 )

@@ -7,9 +7,8 @@ import torch
 from common import D_MLP, D_VOCAB
 from dense_heads import Dense, original
 
-from attn_only_lens import circuits
+from attn_only_lens import GeneralizedSiLU, circuits
 from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.gates import GeneralizedSiLU
 
 pytestmark = [
     pytest.mark.numeric,

@@ -6,7 +6,7 @@ import torch
 from oracles.activations import logistic, weight
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens import GeneralizedSiLU
 from attn_only_lens.gates.exact import GATES
 
 pytestmark = pytest.mark.numeric

@@ -10,6 +10,7 @@ from common import BATCH, D_MLP, POS, mlp_hook, needs_hooked_transformer, relati
 
 from attn_only_lens import (
     Bilinear,
+    GeneralizedSiLU,
     convert,
     expose_neuron_heads,
     grow,
@@ -20,7 +21,6 @@ from attn_only_lens import (
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
-from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.verify import verify
 

@@ -110,7 +110,7 @@ def test_files_that_are_no_sweep(tmp_path):
     for name, reason in {
         "plain.parquet": "attn-only-lens did not write it",
         "plain.csv": "plain.csv.json is missing",
-        "sweep.txt": "ends in .parquet or .csv",
+        "sweep.txt": "there is no folder",
     }.items():
         with pytest.raises(CheckpointError, match=reason):
             load(tmp_path / name)
