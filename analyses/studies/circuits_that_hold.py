@@ -3,9 +3,15 @@
 The pairs of a family are templates filled with words, and SmolLM2 prefers the right answer on both
 prompts. A circuit is found on eight of them by role, and evaluated on the others. Rankings of all
 sites, made on the same eight pairs, are evaluated at several sizes and at the circuit's size.
+
+In families of one word, such as a capital, other pairs have other words or other templates. To find
+out which of them a circuit fails on, circuits are also found on half of the words in two templates,
+and evaluated on the same words in a third template, and on the other words.
+
 `--smollm2` is the model's folder.
 """
 
+import re
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,10 +34,13 @@ N_FIND, N_JUDGE = 8, 24
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 METHODS = ("gradient", "integrated", "secant")
 _N_DRAWN = 42  # pairs from templates, before those that the model does not solve are dropped
+# Pairs that are drawn by template and word, in two templates to find, or to judge, and in a third.
+_N_BY_WORD = {"find": 12, "same templates": 12, "another template": 7}
 FAMILIES = ("number", "pronoun", "capital", "opposite", "indirect object")
 
 _NOUNS = "dog boat letter road farmer teacher book cat car tree friend lawyer doctor horse"
 _PLACES = "table garden door school river house window"
+_SMALL = "key boat car hat tree letter horse lamp"  # Small English knows these
 _HE = "John David Peter Paul Mark Tom James Robert Michael George Henry Frank"
 _SHE = "Mary Anna Sarah Jane Emma Alice Helen Laura Susan Kate Rachel Julia"
 _CAPITALS = {
@@ -75,8 +84,18 @@ _OPPOSITES = {
     "north": "south",
 }
 
-
+_ANSWERS = {
+    "number": dict.fromkeys(_NOUNS.split(), "is") | {f"{x}s": "are" for x in _NOUNS.split()},
+    "pronoun": dict.fromkeys(_HE.split(), "him") | dict.fromkeys(_SHE.split(), "her"),
+    "capital": _CAPITALS,
+    "opposite": _OPPOSITES,
+}
 _TEMPLATES = {
+    "number": (
+        "The {word} near the door",
+        "The {word} at the school",
+        "The {word} near the river",
+    ),
     "pronoun": ("I met {word} and asked", "I met {word} and talked to", "I saw {word} and called"),
     "capital": (
         "The capital of {word} is the city of",
@@ -102,14 +121,16 @@ def pairs(model: Any, family: str, n: int) -> Contrast:
         nouns = [(f"{noun}s", noun) for noun in _NOUNS.split()]
         swaps: Any = {("keys", "key"): nouns, "cabinet": _PLACES.split()}
         return tasks.from_pair(model, n, keys, swaps)
-    answers = {
-        "pronoun": dict.fromkeys(_HE.split(), "him") | dict.fromkeys(_SHE.split(), "her"),
-        "capital": _CAPITALS,
-        "opposite": _OPPOSITES,
-    }
-    words = [{"word": word, "answer": f" {answer}"} for word, answer in answers[family].items()]
-    made = tasks.from_templates(model.tokenizer, _N_DRAWN, _TEMPLATES[family], words)
-    return made.solved_by(model)[:n]
+    return filled(model, _TEMPLATES[family], _ANSWERS[family], _N_DRAWN)[:n]
+
+
+def filled(
+    model: Any, templates: Sequence[str], answers: Mapping[str, str], n_drawn: int
+) -> Contrast:
+    """Return the pairs that the model solves, of `n_drawn` from templates and words."""
+    words = [{"word": word, "answer": f" {answer}"} for word, answer in answers.items()]
+    made = tasks.from_templates(model.tokenizer, n_drawn, templates, words)
+    return made.solved_by(model)
 
 
 def measure(model: Any, family: str, contrast: Contrast) -> Iterator[dict[str, Any]]:
@@ -150,19 +171,52 @@ def measure(model: Any, family: str, contrast: Contrast) -> Iterator[dict[str, A
             yield names | {"n_pairs": len(whole), "n_sites": len(frame)} | row | cost
 
 
+def by_word(
+    model: Any, family: str, templates: Sequence[str], answers: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Yield what a circuit keeps on its own pairs, on the same words, and on other words.
+
+    The circuit is found on every second word, in all templates but the last.
+    """
+    halves = [dict(list(answers.items())[start::2]) for start in (0, 1)]
+    find = filled(model, templates[:-1], halves[0], _N_BY_WORD["find"])[:N_FIND]
+    used = {*re.findall(r"\w+", " ".join(map(str, (*find.clean, *find.corrupted))))}
+    same = {word: answer for word, answer in halves[0].items() if word in used}
+    n_same, n_another = _N_BY_WORD["same templates"], _N_BY_WORD["another template"]
+    judges = {
+        "these pairs": find,
+        "the same words in another template": filled(model, templates[-1:], same, n_another),
+        "other words in the same templates": filled(model, templates[:-1], halves[1], n_same),
+        "other words in another template": filled(model, templates[-1:], halves[1], n_another),
+    }
+    circuit = circuits.discover(model, find, sites=BY_ROLE, faithfulness=WANTED, work=QUIET)
+    for kind, some in judges.items():
+        kept = circuits.evaluate(model, circuit, some, work=QUIET)
+        names = {"family": family, "size": len(circuit), "pairs": kind, "n_pairs": len(some)}
+        measured = ("faithfulness", "standard_error", "error")
+        yield names | {name.replace("_", " "): getattr(kept, name) for name in measured}
+
+
 def run(setting: Setting) -> Tables:
     """Find and judge circuits of all families."""
     if setting.smoke:
         model = expose_neuron_heads(load("small-english"), copy=True).model
         contrast = tasks.agreement(model.tokenizer, 3 + N_FIND)
-        return {"": pd.DataFrame(measure(model, "number", contrast))}
+        words = dict.fromkeys(_SMALL.split(), "is") | {f"{x}s": "are" for x in _SMALL.split()}
+        by_place = [f"The {{word}} near the {place}" for place in ("cabinet", "door", "book")]
+        return {
+            "": pd.DataFrame(measure(model, "number", contrast)),
+            "words": pd.DataFrame(by_word(model, "number in Small English", by_place, words)),
+        }
     if setting.smollm2 is None:
         raise ValueError("the study needs --smollm2 FOLDER")
     model = expose_neuron_heads(load(setting.smollm2).to(setting.device)).model
-    rows = list[dict[str, Any]]()
+    rows, words = list[dict[str, Any]](), list[dict[str, Any]]()
     for family in FAMILIES:
         rows += measure(model, family, pairs(model, family, N_FIND + N_JUDGE))
-    return {"": pd.DataFrame(rows)}
+    for family, templates in _TEMPLATES.items():
+        words += by_word(model, family, templates, _ANSWERS[family])
+    return {"": pd.DataFrame(rows), "words": pd.DataFrame(words)}
 
 
 # ---- the page
@@ -226,6 +280,17 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
+def by_words(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each family: what its circuit keeps on which pairs."""
+    said = [
+        f"{row['faithfulness']:.2f} ± {row['standard error']:.2f} ({row['error']:.2f})"
+        for row in frame.to_dict("records")
+    ]
+    cells = frame.assign(said=said).pivot(index=["family", "size"], columns="pairs", values="said")
+    order, families = frame["pairs"].unique(), frame["family"].unique()
+    return cells[order].loc[families].reset_index().rename(columns={"size": "sites"})
+
+
 def facts(tables: Tables) -> dict[str, Any]:
     """Return the names that the page uses."""
     frame = tables[""]
@@ -239,6 +304,11 @@ def facts(tables: Tables) -> dict[str, Any]:
     as_good = rankings[rankings["error"] <= rankings["ours"]]
     better = set(as_good.loc[as_good["as_large"], "family"]) - {"number"}
     others = held["faithfulness"].drop("number")
+    words = tables["words"].query("family != 'number'").groupby("pairs")["faithfulness"]
+    same, other = (
+        words.get_group(pairs)
+        for pairs in ("the same words in another template", "other words in the same templates")
+    )
     at_512 = rankings[rankings["size"] == 512].groupby("family")["error"].min().drop("number")
     return {
         "circuits_of": partial(circuits_of, frame),
@@ -248,6 +318,9 @@ def facts(tables: Tables) -> dict[str, Any]:
         "n_better": len(better),
         "others": f"{others.min():.2f} to {others.max():.2f}",
         "at_512": f"{at_512.min():.2f} to {at_512.max():.2f}",
+        "by_words": by_words(tables["words"]),
+        "same_words": f"{same.min():.2f} to {same.max():.2f}",
+        "other_words": f"{other.min():.2f} to {other.max():.2f}",
         "seconds": ours["seconds"],
         "n_sites": frame["n_sites"],
         "wanted": WANTED,

@@ -310,7 +310,7 @@ def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
         reasons.append(
             'got one row per prompt; expected means over prompts, or query("prompt == 0")'
         )
-    if single := [name for name in sites["name"].astype(str) if "." in name]:
+    if single := [name for name in sites["name"].unique() if "." in name]:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
     numbers = [x for x in sites["position"].unique().tolist() if not isinstance(x, str)]
     if any(number < 0 for number in numbers):

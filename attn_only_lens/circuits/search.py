@@ -125,9 +125,15 @@ class SearchRun:
         shorter = self.shorter_prefix(orders.values(), circuit)
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
-    def prefixes(self, orders: Mapping[Step, Rows], longest: int | None = None) -> list[Rows]:
-        """Return each ranking's shortest sufficient prefix, or all sites if no prefix suffices."""
-        searches = {step: self._search(order, longest) for step, order in orders.items()}
+    def prefixes(
+        self, orders: Mapping[Step, Rows], longest: int | None = None, near: int | None = None
+    ) -> list[Rows]:
+        """Return each ranking's shortest sufficient prefix, or all sites if no prefix suffices.
+
+        With `near`, sizes near this one are tried first.
+        """
+        near = self._near if near is None else near
+        searches = {step: self._search(order, longest, near) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[Step, Rows] = {}
         least = np.inf
@@ -147,15 +153,15 @@ class SearchRun:
                     del asked[step]
         return [prefixes[step] for step in orders]
 
-    def _search(self, order: Rows, longest: int | None) -> _Questions:
+    def _search(self, order: Rows, longest: int | None, near: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
         # The prefix sizes to try do not depend on the number of sites. So the search finds the same
         # prefix after growth adds sites without an effect, which are ranked last.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
-        if self._near is not None:
-            few = sizes[(sizes * _AROUND >= self._near) & (sizes <= _AROUND * self._near)]
+        if near is not None:
+            few = sizes[(sizes * _AROUND >= near) & (sizes <= _AROUND * near)]
             size = yield from self._first(order, 0, (0.0, 0.0), few)
             if size is not None:
                 return size
@@ -200,7 +206,7 @@ class SearchRun:
             new = self._ablated.worth(start)
             worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
-            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _LEAST))
+            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _LEAST), len(start))
             if len(circuit) == len(best) == every:
                 circuit = self.lower_error(self._closest)
             best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)

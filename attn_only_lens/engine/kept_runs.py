@@ -1,6 +1,7 @@
 """Keep both runs of a contrast, so that its next analysis need not repeat them.
 
 Runs are kept by their `PromptPair`, which a contrast keeps for each model, as long as that exists.
+A circuit's run is kept too, by the heads outside the circuit and the outputs that these have.
 They are used again only while everything that the forward pass reads is the same: the model's state
 and hooks (`model_state.py`), autocasting, and the precision of matrix products. A snapshot does not
 see changes of matrices through `.data`, such as `W_O.data[3] = 0`, so each matrix is also known by
@@ -26,25 +27,34 @@ from attn_only_lens.precision import matmul_precision
 _SHARE = 0.05  # the largest fraction of free memory that kept runs use
 
 
-def kept_runs(model: Any, pair: PromptPair) -> Any:
-    """Return both runs on these prompts if they are kept and the model is the same, else None."""
-    state, runs, _ = host_of(model).passing.kept_runs.get(pair, (None, None, 0))
+def kept_runs(model: Any, pair: PromptPair, held: str = "") -> Any:
+    """Return both runs on these prompts if they are kept and the model is the same, else None.
+
+    `held` is a digest of the heads that are held in the first run, and of their outputs.
+    """
+    of_pair = host_of(model).passing.kept_runs.get(pair, {})
+    state, runs, _ = of_pair.get(held, (None, None, 0))
     return replace(runs, pair=pair) if runs is not None and state == _state(model) else None
 
 
-def keep_runs(model: Any, pair: PromptPair, runs: Any) -> None:
+def keep_runs(model: Any, pair: PromptPair, runs: Any, held: str = "") -> None:
     """Keep both runs on these prompts, unless they are too large."""
     kept = host_of(model).passing.kept_runs
-    kept.pop(pair, None)
     runs = replace(runs, pair=None)  # a weak dictionary's value must not refer to its key
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in _tensors(runs)}
     n_bytes = sum(storage.nbytes() for storage in storages.values())
     most = _SHARE * free_bytes(pair.clean.device)
     if n_bytes > most:
         return
-    while sum(size for *_, size in kept.values()) + n_bytes > most:
-        del kept[next(iter(kept))]
-    kept[pair] = _state(model), runs, n_bytes
+    of_pair = kept.pop(pair, {})
+    of_pair.pop(held, None)
+    of_pair[held] = _state(model), runs, n_bytes
+    kept[pair] = of_pair
+    while sum(size for some in kept.values() for *_, size in some.values()) > most:
+        oldest = next(iter(kept))
+        del kept[oldest][next(iter(kept[oldest]))]
+        if not kept[oldest]:
+            del kept[oldest]
 
 
 def _state(model: Any) -> object:

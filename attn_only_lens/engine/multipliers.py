@@ -57,6 +57,7 @@ from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
+from attn_only_lens.storage import tensor_digest
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
@@ -179,7 +180,8 @@ def run_both(
         decomposed: whether to also split the residual stream into writes; see `decompose`.
         held: for the run of a circuit, the heads outside the circuit, by the hook name of z.
     """
-    known = None if held else kept_runs(model, pair)
+    key = _digest(held or {})
+    known = kept_runs(model, pair, key)
     if known is not None and (known.decomposition is not None or not decomposed):
         return cast(BothRuns, known)
     host, steps, held = host_of(model), Steps(model), held or {}
@@ -197,9 +199,16 @@ def run_both(
         with steps.recorded():
             both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
     runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, held)
-    if not held:
-        keep_runs(model, pair, runs)
+    keep_runs(model, pair, runs, key)
     return runs
+
+
+def _digest(held: Mapping[str, Held]) -> str:
+    """Return a digest of the heads that are held and of their outputs; "" if there are none."""
+    named = [
+        (name, x) for name, heads in held.items() for x in (heads.outside, heads.z) if x is not None
+    ]
+    return tensor_digest(named) if held else ""
 
 
 @torch.enable_grad()

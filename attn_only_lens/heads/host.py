@@ -66,7 +66,7 @@ class PassState(threading.local):
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
-        self.kept_runs: WeakKeyDictionary[Any, tuple[object, Any, int]] = WeakKeyDictionary()
+        self.kept_runs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +66,14 @@ class Estimator:
         options: how effects are estimated.
         top_by_prompt: whether the top rows are those of single prompts; see `attribute`.
         progress: whether to show progress bars.
-        tested: the edits that were tested on earlier chunks of prompts.
+        tested: what was tested on earlier chunks of prompts; see `Repairer`.
     """
 
     plan: SweepPlan
     options: Estimate
     top_by_prompt: bool = False
     progress: bool = False
-    tested: set[Any] = field(default_factory=set)
+    tested: set[tuple[int, bool]] = field(default_factory=set)
 
     @cached_property
     def _closed(self) -> bool:

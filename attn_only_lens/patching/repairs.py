@@ -168,7 +168,8 @@ class Repairer:
         tangents: the same, estimated with the gradient in the target run.
         mean: computes means over prompts.
         bar: a progress bar.
-        tested: the edits that were tested on an earlier chunk of prompts.
+        tested: the first patched position of earlier chunks of prompts whose edits were tested,
+            and whether these prompts have padding.
         n_prompts: the number of all prompts.
         per_prompt: whether the top rows are those of single prompts.
     """
@@ -183,7 +184,7 @@ class Repairer:
         tangents: Float[Tensor, "row prompt"],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
-        tested: set[tuple[LayerSites, int, bool]],
+        tested: set[tuple[int, bool]],
         n_prompts: int,
         *,
         per_prompt: bool,
@@ -353,20 +354,19 @@ class Repairer:
                     for inside in [(chosen_rows >= first) & (chosen_rows < first + len(group))]
                 ]
                 joined.append((chosen_rows, SiteGroup.joined(chosen)))
-        self._check_edits([group for _, group in joined])
+        self._check_edits()
         patched = self._runner.values([group for _, group in joined])
         for (chosen_rows, _), values in zip(joined, patched, strict=True):
             self._values[chosen_rows] = values
             self._exact[chosen_rows] = True
 
-    def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits of the groups that were not tested on an earlier chunk of prompts."""
+    def _check_edits(self) -> None:
+        """Test the edits of all groups, unless they were tested on an earlier chunk of prompts."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
-        edits = {(group.sites, self._first, padded): group for group in groups}
-        untested = [group for edit, group in edits.items() if edit not in self._tested]
-        check_edits(replay, untested, self._runner.part, [self._first])
-        self._tested.update(edits)
+        if (self._first, padded) not in self._tested:
+            check_edits(replay, self._groups, self._runner.part, [self._first])
+            self._tested.add((self._first, padded))
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
         """Return each layer's ratio c of the squared error of t to key², fitted to patched rows."""

@@ -8,6 +8,7 @@ import gc
 import sys
 import weakref
 from contextlib import suppress
+from itertools import pairwise
 from types import MethodType
 
 import bridges
@@ -18,7 +19,7 @@ from common import changed, of_a_library, tokens
 from attn_only_lens import Contrast, explain
 from attn_only_lens import patching as p
 from attn_only_lens.engine import kept_runs, passed_tests
-from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.multipliers import Held, run_both
 from attn_only_lens.errors import AttnOnlyLensError, InputError
 from attn_only_lens.heads import host_of
 
@@ -99,6 +100,22 @@ def test_a_changed_model_runs_again(model, change):
     torch.testing.assert_close(after.logits[:1], model(pair.clean))
 
 
+def test_a_run_of_a_circuit_is_kept_by_what_is_outside(model):
+    pair = contrast().pair(model)
+    name = host_of(model).hook_name(0, "neuron", "z")
+    shape = run_both(model, pair).recording.hooked[name].shape[1:3]
+    held = [{name: Held(torch.zeros(1, *shape, 1, dtype=torch.bool))} for _ in range(3)]
+    held[1][name].outside[0, -1, 3] = True
+    held[2][name] = Held(held[1][name].outside, torch.full((1, *shape, 1), 0.1))
+    runs = [run_both(model, pair, held=some) for some in held]
+    again = [run_both(model, pair, held=copy.deepcopy(some)) for some in held]
+    logits = [run.logits for run in (run_both(model, pair), *runs)]
+    assert [x.recording is y.recording for x, y in zip(runs, again, strict=True)] == [True] * 3
+    assert [torch.equal(x, y) for x, y in pairwise(logits)] == [True, False, False]
+    _scale(model)
+    assert run_both(model, pair, held=held[1]).recording is not runs[1].recording
+
+
 def test_a_model_that_changes_during_an_analysis_is_an_error(model):
     def metric(logits):
         model.blocks[1].scale = 1.1  # the state has every attribute of every module
@@ -112,7 +129,7 @@ def test_memory_is_bounded(model, monkeypatch):
     some = [contrast(seed) for seed in (1, 3, 5)]
     pairs = [each.pair(model) for each in some]
     run_both(model, pairs[0])
-    (size,) = (n for *_, n in host_of(model).passing.kept_runs.values())
+    ((*_, size),) = host_of(model).passing.kept_runs[pairs[0]].values()
     assert size >= sum(x.nbytes for x in run_both(model, pairs[0]).recording.streams)
     monkeypatch.setattr(kept_runs, "free_bytes", lambda device: 2.5 * size / kept_runs._SHARE)
     for pair in pairs:
