@@ -67,7 +67,7 @@ def attribution(
     """Estimate the results of activation patching for all sites at once.
 
     The scale of the scores and the columns of the frame are the same as in `activation_patch`.
-    `agreement` compares estimates with exact results.
+    `Sweep.agreement` compares estimates with exact results.
 
     Gradient estimates can miss the site with the largest effect, which is usually an early-layer
     neuron at the first token that differs between the prompts. Sites with the largest expected
