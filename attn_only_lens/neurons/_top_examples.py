@@ -77,8 +77,7 @@ def top_examples(
         A frame with one row per neuron, end and rank: `name`, `end`, `rank` from 1, `value` (the
         quantity of the ranking), `text` (index in the corpus), `at` (position in that text); and
         for the window, the lists `tokens`, `values` (z) and `gates`, and `position` (the example's
-        index in the window). If values are equal,
-        earlier texts and positions come first.
+        index in the window). If values are equal, earlier texts and positions come first.
 
     Raises:
         InputError: a name is not the name of a whole neuron, an option is out of range, the corpus
