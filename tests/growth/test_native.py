@@ -112,6 +112,13 @@ def test_rotary_tables_come_along_as_they_are():
     assert old.data_ptr() != new.data_ptr()
 
 
+def test_a_list_of_expansions_is_applied_in_its_order():
+    first, second = growth.InsertLayer(at=0), growth.InsertLayer(at=2)
+    assert grow(native(), [first, second]).provenance.new_layers == ("L0", "L2")
+    assert grow(native(), [second, first]).provenance.new_layers == ("L0", "L3")
+    assert same_bits(grow(native(), []).model, native())
+
+
 # Back to the original
 
 

@@ -120,6 +120,12 @@ def test_the_pairs_that_a_model_solves(model):
         swapped[::3].solved_by(model)
 
 
+def test_a_pair_is_solved_only_if_both_answers_are_right(model):
+    """After "The keys" and "The boys", the model prefers "are": one answer of the pair is wrong."""
+    corrupted, metric = ["The key", "The boys"], p.logit_diff([" are"] * 2, [" is"] * 2)
+    assert Contrast(["The keys"] * 2, corrupted, metric).solved_by(model).corrupted == ("The key",)
+
+
 def test_some_pairs_of_a_contrast(model):
     made = tasks.agreement(model.tokenizer, 7, seed=3)
     for chosen, numbers in ((slice(None, None, -3), [6, 3, 0]), ([5, -6], [5, 1])):
