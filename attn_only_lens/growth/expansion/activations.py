@@ -100,7 +100,8 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
 
     Raises:
         KeyError: the axes of this hook point are unknown (norms of queries and keys merge heads and
-            batch into one axis), or copies share the old activation (`init.splits`).
+            batch into one axis; encoder-decoder models have other hook points), or copies share the
+            old activation (`init.splits`).
 
     Example:
         >>> import torch

@@ -331,10 +331,10 @@ _BY_LAYER = (
 
 def _padding(weights: Weights) -> ExpansionSequence:
     """Return the expansion to the largest sizes of any layer, with one width of heads."""
-    largest: dict[str, int] = {}
+    largest: defaultdict[str, int] = defaultdict(int)
+    sizes = weights.sizes
     for name, label, _ in _BY_LAYER:
-        sizes = [size for axis, size in weights.sizes.items() if axis.label == label]
-        largest[name] = max(largest.get(name, 0), *sizes)
+        largest[name] = max(largest[name], *(sizes[axis] for axis in sizes if axis.label == label))
     return _expansion_to(weights, largest)[0]
 
 
