@@ -12,7 +12,7 @@ import torch
 import transformers
 from bridges import bridged, randomise
 from common import D_MLP, D_VOCAB, needs_transformer_lens_4, relative
-from growing import in_float64, is_new, largest_difference, same_bits, state
+from growing import in_float64, is_new, largest_difference, same_bits, state, worst_activation
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
@@ -82,6 +82,12 @@ def loaded(grown, folder, dtype=torch.float64):
     return transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
 
 
+def activations(bridge):
+    """Return the activations of a bridge by hook point."""
+    prompts = torch.arange(3, 3 + 2 * 11).reshape(2, 11)
+    return dict(bridge.run_with_cache(prompts, decoder_input=prompts[:, :7] + 5)[1])
+
+
 def padded(grown):
     return any(note.startswith("padded: ") for note in grown.notes)
 
@@ -130,6 +136,21 @@ def test_each_expansion_is_exact_and_its_zeros_matter(field, expansion, tmp_path
         unused += change < EXACT  # units whose other weights are zero, too
         tensors[zeros.name][index] = 0.0
     assert (unused > 0) == padded(grown)
+
+
+@torch.no_grad()
+def test_old_activations_are_found(float64):
+    original = model("gated")
+    original.set_attn_implementation("eager")  # which shows patterns
+    bridge = bridged(original)
+    steps = [step for step in STEPS if not getattr(step, "copy", False)]
+    grown = grow(bridge, growth.compose(*steps), init=growth.init.normal(0.3))
+    worst, _ = worst_activation(grown.provenance, activations(bridge), activations(grown.model))
+    # TransformerLens 4.3 shows the scales of a LayerNorm for the RMSNorms of T5.
+    worst = {x: y for x, y in worst.items() if "hook_scale" not in x and "normalized" not in x}
+    assert max(worst.values()) < EXACT, max(worst, key=worst.get)
+    counts = {"encoder": 2 * 14, "decoder": 3 * 22}
+    assert {x: sum(hook.startswith(x) for hook in worst) for x in counts} == counts
 
 
 def narrow(module, stack, n_heads, width, d_ff):
@@ -233,11 +254,12 @@ def test_own_is_the_distribution_of_transformers():
         | dict.fromkeys(("num_layers", "num_decoder_layers"), 1)
     )
     config = T5.config_class
-    grown = grow(bridged(T5(config(**larger))), d_mlp=256, n_layers=2)
+    small = bridged(T5(config(**larger)))
+    grown = grow(small, d_mlp=256, n_layers=2, init=growth.init.cancelling())
     expected = read(bridged(T5(config(**larger | {"d_ff": 256})))).tensors
     for name, tensor in read(grown.model).tensors.items():
         of_new_layer = grown.provenance.old_name(name) is None and ".W_" in name
-        if of_new_layer and not name.endswith(("W_O", "W_out")):
+        if of_new_layer and not name.endswith(".attn.W_O"):  # zero, because positions differ
             std = expected[grown.provenance.source_of(name)].std().item()
             assert tensor.std().item() == pytest.approx(std, rel=0.1), name
 
@@ -264,5 +286,5 @@ def test_refused(wanted, reasons):
 def test_an_embedding_of_its_own_is_refused():
     changed = model()
     changed.decoder.embed_tokens.weight = Parameter(changed.shared.weight.detach().clone())
-    with pytest.raises(GrowthError, match=r"decoder\.embed_tokens\.weight is not the shared"):
+    with pytest.raises(GrowthError, match=r"decoder\.embed_tokens\.weight is not shared.weight"):
         grow(bridged(changed), d_mlp=41)

@@ -381,14 +381,14 @@ class Provenance:
             )
         now = self.layers.new_of[part.layer]
         if not part.letter:
-            return _Part(now).name(self._n_encoder)
+            return _Part(now).name(self.n_encoder_layers)
         new_of = self.axes.get(part.axis, IndexMap((), 0)).new_of
         if part.index >= len(new_of):
             raise UnknownHeadError(
                 f"got {name!r}; layer {part.layer} had {len(new_of)} {_KINDS[part.letter]}s before "
                 "it grew"
             )
-        return _Part(now, part.letter, new_of[part.index]).name(self._n_encoder)
+        return _Part(now, part.letter, new_of[part.index]).name(self.n_encoder_layers)
 
     def old_of(self, name: str) -> str | None:
         """Return the old name of a head, neuron or layer, or None if the part is new.
@@ -396,7 +396,7 @@ class Provenance:
         Raises:
             UnknownHeadError: the grown model has no head, neuron or layer with this name.
         """
-        part, n_encoder = _Part.parse(name, self._n_encoder), self.constants.n_encoder_layers
+        part, n_encoder = _Part.parse(name, self.n_encoder_layers), self.constants.n_encoder_layers
         if part.layer >= self.layers.size or (
             part.letter and part.index >= self.sizes.get(part.axis, 0)
         ):
@@ -409,6 +409,12 @@ class Provenance:
         index = self.axes[Axis(part.axis.label, was)].old_of.get(part.index)
         return None if index is None else _Part(was, part.letter, index).name(n_encoder)
 
+    @cached_property
+    def n_encoder_layers(self) -> int:
+        """The number of the grown model's encoder layers; new layers are in the stack of `like`."""
+        sources = {**self.layers.old_of, **self.like}
+        return sum(old < self.constants.n_encoder_layers for old in sources.values())
+
     @property
     def coordinates(self) -> tuple[int, ...]:
         """The new index of each old coordinate of the residual stream."""
@@ -417,7 +423,7 @@ class Provenance:
     @property
     def new_layers(self) -> tuple[str, ...]:
         """The names of the grown model's new layers."""
-        return tuple(_Part(layer).name(self._n_encoder) for layer in self.layers.added)
+        return tuple(_Part(layer).name(self.n_encoder_layers) for layer in self.layers.added)
 
     @property
     def new_heads(self) -> tuple[str, ...]:
@@ -436,7 +442,9 @@ class Provenance:
             Columns `name`, `kind` ("layer", "head", "cross-attention head", "neuron"), `old` (the
             part's name in the old model; missing if the part is new), `is_new`.
         """
-        names = [(_Part(layer).name(self._n_encoder), "") for layer in range(self.layers.size)]
+        names = [
+            (_Part(layer).name(self.n_encoder_layers), "") for layer in range(self.layers.size)
+        ]
         names += [(name, letter) for letter in "HCN" for name in self._names(letter)]
         old = [self.old_of(name) for name, _ in names]
         return pd.DataFrame(
@@ -543,16 +551,10 @@ class Provenance:
         return tensor
 
     def _names(self, letter: str) -> list[str]:
-        n_encoder = self._n_encoder
+        n_encoder = self.n_encoder_layers
         first = 0 if letter != "C" else n_encoder if n_encoder else self.layers.size
         return [
             _Part(layer, letter, index).name(n_encoder)
             for layer in range(first, self.layers.size)
             for index in range(self.sizes.get(Axis(_AXIS_OF[letter], layer), 0))
         ]
-
-    @cached_property
-    def _n_encoder(self) -> int:
-        """The number of the grown model's encoder layers: new layers are in the stack of `like`."""
-        sources = {**self.layers.old_of, **self.like}
-        return sum(old < self.constants.n_encoder_layers for old in sources.values())

@@ -80,7 +80,7 @@ class EncoderDecoderBridge(HuggingFaceBridge):
             return reasons
         named = self._named_by_transformers()
         return [
-            f"{name} is not the shared embedding, shared.weight"
+            f"{name} is not shared.weight; expected one embedding for both stacks"
             for name in _COPIES
             if named[name] is not named["shared.weight"]
         ]
@@ -174,12 +174,7 @@ class EncoderDecoderBridge(HuggingFaceBridge):
         return logits
 
     def _is_known(self, name: str) -> bool:
-        return name in _COPIES or name in self._known
-
-    @cached_property
-    def _known(self) -> set[str]:
-        tensors = (layout.name for layout in self.parameters().values())
-        return {self._path_of(tensor, self.config.num_layers) for tensor in tensors}
+        return name in _COPIES or _NAMES.get(name, name) in self._parts
 
     def _beside(self) -> set[str]:
         return set()  # the bridge adds no parameters
