@@ -119,6 +119,7 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
         >>> torch.allclose(part, old["blocks.0.attn.hook_pattern"], atol=1e-5)
         True
     """
+    # Names in a stack become names in `Weights`, where layers of both stacks have one numbering.
     constants, name = provenance.constants, hook
     if stack := _IN_STACK.fullmatch(hook):
         index, first = int(stack[3]), constants.n_encoder_layers * (stack[2] == "decoder")

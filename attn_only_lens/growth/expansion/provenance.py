@@ -374,19 +374,20 @@ class Provenance:
 
     def __getitem__(self, name: str) -> str:
         """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
-        part = _Part.parse(name, self.constants.n_encoder_layers)
-        if part.layer >= len(self.layers.new_of):
-            raise UnknownHeadError(
-                f"got {name!r}; the model had {len(self.layers.new_of)} layers before it grew"
-            )
+        n_encoder, n_layers = self.constants.n_encoder_layers, len(self.layers.new_of)
+        part = _Part.parse(name, n_encoder)
+        if part.layer >= n_layers:
+            had = f"{n_encoder} + {n_layers - n_encoder}" if n_encoder else n_layers
+            raise UnknownHeadError(f"got {name!r}; the model had {had} layers before it grew")
         now = self.layers.new_of[part.layer]
         if not part.letter:
             return _Part(now).name(self.n_encoder_layers)
         new_of = self.axes.get(part.axis, IndexMap((), 0)).new_of
         if part.index >= len(new_of):
+            layer = _Part(part.layer).name(n_encoder).removeprefix("L")
             raise UnknownHeadError(
-                f"got {name!r}; layer {part.layer} had {len(new_of)} {_KINDS[part.letter]}s before "
-                "it grew"
+                f"got {name!r}; layer {layer} had {len(new_of)} {_KINDS[part.letter]}s before it "
+                "grew"
             )
         return _Part(now, part.letter, new_of[part.index]).name(self.n_encoder_layers)
 
