@@ -229,6 +229,13 @@ MUTATIONS = [
         "tests/theorems tests/growth",
     ),
     Mutation(
+        "growth/expansion/stream.py",
+        "twice or constants.unembed_scaled",
+        "twice",
+        "T5 with a wider stream has other logits",
+        "tests/growth/test_encoder_decoder.py",
+    ),
+    Mutation(
         "growth/models/optimizer.py",
         '        powers["weight_decay"] = 1\n',
         '        powers["weight_decay"] = 0\n',

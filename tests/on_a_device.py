@@ -23,6 +23,7 @@ from common import D_VOCAB, needs_hooked_transformer, tokens
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 from transformer_lens.model_bridge import TransformerBridge
 
+from analyses.benchmarks import cost_at_scale
 from analyses.tools.training import Training
 from attn_only_lens import (
     Bilinear,
@@ -439,7 +440,7 @@ def test_a_training_goes_on(tmp_path):
 @pytest.mark.usefixtures("working_cache")
 @of_bridges
 def test_kernels_and_waits_of_a_sweep_of_few_names():
-    """The limits hold for any number of names: kernels depend on layers, not on widths.
+    """The limits hold for any names at any positions: kernels depend on layers, not on widths.
 
     The model has GPT-2 small's 12 layers. Most passes take the model apart and test it.
     """
@@ -450,7 +451,7 @@ def test_kernels_and_waits_of_a_sweep_of_few_names():
     clean = tokens(pos=15)[:1]
     corrupted = clean.clone()
     corrupted[0, 10] = (clean[0, 10] + 1) % D_VOCAB
-    names = [f"L{i % 12}N{3 + 2 * i}" for i in range(17)]
+    names = [f"L{i % 12}N{3 + 2 * i}@{i % 13}" for i in range(17)]
     set_up()
     with SimulatedDevice(forbid_float64=True) as device:
         model, counts = exposed.to(HERE), []
@@ -461,8 +462,35 @@ def test_kernels_and_waits_of_a_sweep_of_few_names():
             p.activation_patch(model, contrast, sites=names)
             counts.append((device.total("kernel"), device.synchronisations))
     assert counts[1][0] <= 2_000
-    assert counts[1][1] <= 80  # 73 needed; a wait for each name would add 17
+    assert counts[1][1] <= 30  # 24 needed; a wait for each name would add 17
     assert counts[0][0] <= 10_000
+
+
+@pytest.mark.usefixtures("working_cache")
+@of_bridges
+@pytest.mark.parametrize("n_layers", [2, 5])
+def test_kernels_are_as_many_as_the_guide_counts_on(n_layers):
+    shape = cost_at_scale.Shape(n_layers, 12, 29, 6, 3, 2, D_VOCAB)
+    sizes = {"hidden_size": 12, "intermediate_size": 29, "head_dim": 2, "vocab_size": D_VOCAB}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=n_layers)
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    exposed = expose_neuron_heads(bridges.bridged(source.eval())).model
+    clean = tokens(pos=13)[:1]
+    corrupted = clean.clone()
+    corrupted[0, 5] = (clean[0, 5] + 1) % D_VOCAB
+    secants = p.Estimate("secant", budget=0)
+    set_up()
+    with SimulatedDevice() as device, torch.no_grad():
+        model = exposed.to(HERE)
+        for work, call in (
+            ("attribution", lambda pair: p.attribution(model, pair, method=secants)),
+            ("forward", lambda pair: model(pair.clean)),
+        ):
+            for _ in range(2):  # the second time, checks are known
+                device.counts.clear()
+                call(Contrast(clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)))
+            assert device.total("kernel") == pytest.approx(shape.kernels(work), rel=0.1)
 
 
 # The device itself

@@ -3,9 +3,10 @@
 The model has LLaMA 3 8B's shape, in float32, and the two prompts differ starting at one token.
 Flops are multiplications and additions in matrix products, counted as in `bench_patching.py`: a
 patch at position t of layer l runs tokens t and later through the blocks after l. Sites are assumed
-to be spread evenly over layers and positions. A second table shows which prompt lengths fit in
-memory, by the numbers that the package itself counts (`patching/prompt_chunks.py`). Both tables are
-in `docs/scale.md`:
+to be spread evenly over layers and positions. The host starts every kernel; kernels were counted on
+the simulated device of the tests, and the host's time for one was measured on small models. A
+second table shows which prompt lengths fit in memory, by the numbers that the package itself counts
+(`patching/prompt_chunks.py`). Both tables are in `docs/scale.md`:
 
     python -m analyses.benchmarks.cost_at_scale
 """
@@ -22,6 +23,10 @@ PEAK = {"float32": 67e12, "TF32": 495e12}
 BANDWIDTH = 3.35e12
 MEMORY = 80e9
 SHARE = 0.5  # assumed share of the peak speeds
+# The kernels of a call on a bridge, when the model has been tested: for any number of layers, and
+# for each layer. A sweep of 1,000 names has seven to nine batches.
+KERNELS = {"attribution": (406, 253), "sweep": (374, 756), "forward": (34, 57)}
+HOST = 72e-6  # seconds: one thread of an AMD EPYC, for a kernel and the Python code around it
 DEVICES = 8
 NUMBER = 4  # bytes of a float32 number
 
@@ -71,6 +76,11 @@ class Shape:
         """Return the flops of a patch: the mean over layers and over positions from `first`."""
         tokens, blocks = (pos - first + 1) / 2, (self.n_layers - 1) / 2
         return tokens * blocks * self.per_token(pos)
+
+    def kernels(self, work: str) -> int:
+        """Return the number of kernels of a computation in `KERNELS`."""
+        fixed, by_layer = KERNELS[work]
+        return fixed + by_layer * self.n_layers
 
     def sites(self, pos: int) -> int:
         """Return the number of neurons and attention heads, at `pos` positions."""
@@ -161,6 +171,7 @@ class Work:
         name: a description.
         flops: the flops of the whole computation.
         passes: how often the weights are read.
+        kernels: the number of kernels that the host starts.
         result: the size of the result in bytes.
         divides: whether several devices can share the computation.
     """
@@ -168,12 +179,18 @@ class Work:
     name: str
     flops: float
     passes: float
+    kernels: float
     result: float
     divides: bool
 
-    def seconds(self, peak: float, weights: float) -> float:
-        """Return the time of the flops, or the time of reading the weights if that is longer."""
-        return max(self.flops / peak, self.passes * weights / BANDWIDTH) / SHARE
+    def time(self, peak: float, weights: float, devices: int = 1) -> str:
+        """Return the longest of three times, and its name if it is not that of the flops."""
+        times = {
+            self.flops / peak / SHARE: "",
+            self.passes * weights / BANDWIDTH / SHARE: " (weights)",
+            self.kernels * HOST: " (host)",
+        }
+        return duration(max(times) / devices) + times[max(times)]
 
 
 def works(shape: Shape, pos: int, first: int) -> Iterator[Work]:
@@ -182,12 +199,17 @@ def works(shape: Shape, pos: int, first: int) -> Iterator[Work]:
     patch, batch = shape.patch(pos, first), shape.at_once(pos, first)
     # Both runs; a backward pass without weight gradients costs as much as a forward pass.
     every = 8 * shape.sites(pos)
-    yield Work("attribution of every head and neuron", 3 * forward, 3, every, divides=False)
-    for name, n in (
-        ("1,000 sites exactly", 1000),
-        (f"all {changed / 1e6:.1f} million sites", changed),
+    name, kernels = "attribution of every head and neuron", shape.kernels("attribution")
+    yield Work(name, 3 * forward, 3, kernels, every, divides=False)
+    for name, n, kernels in (
+        ("1,000 sites exactly", 1000, shape.kernels("sweep")),
+        (
+            f"all {changed / 1e6:.1f} million sites",
+            changed,
+            changed / batch * shape.kernels("forward"),
+        ),
     ):
-        yield Work(name, n * patch, n / batch, 8 * n, divides=True)
+        yield Work(name, n * patch, n / batch, kernels, 8 * n, divides=True)
 
 
 def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
@@ -196,13 +218,14 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
     weights = NUMBER * shape.parameters
     lines = []
     for work in works(shape, pos, first):
-        one = [work.seconds(peak, weights) for peak in PEAK.values()]
-        more = (
-            [duration(seconds / DEVICES) for seconds in one] if work.divides else ["of 8 pairs"] * 2
-        )
-        times = [*map(duration, one), *more]
-        lines.append([work.name, f"{work.flops / 1e12:,.3g}", amount(work.result), *times])
-    header = ["", "Tflop", "result", *(f"{name}, one device" for name in PEAK)]
+        times = [work.time(peak, weights) for peak in PEAK.values()]
+        if work.divides:
+            times += [work.time(peak, weights, DEVICES) for peak in PEAK.values()]
+        else:
+            times += ["of 8 pairs"] * len(PEAK)
+        counts = f"{work.flops / 1e12:,.3g}", f"{work.kernels:,.0f}", amount(work.result)
+        lines.append([work.name, *counts, *times])
+    header = ["", "Tflop", "kernels", "result", *(f"{name}, one device" for name in PEAK)]
     header += [f"{name}, eight" for name in PEAK]
     held = [amount(weights), amount(shape.recordings(pos))]
     return (

@@ -92,7 +92,7 @@ def ablated_points(
         place = rows["position"]
         if roles:
             place = place.map({role.label: number for number, role in enumerate(roles)})
-            is_role = torch.stack([role.chosen for role in roles]).cpu().numpy()
+            is_role = torch.stack([role.chosen for role in roles]).numpy()
             place_of = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
         elif (place == "all").all():
             place, place_of = 0 * rows["index"], np.zeros((1, replacement.shape[1]), dtype=np.int64)

@@ -47,14 +47,14 @@ class Places:
     @classmethod
     def of(cls, pair: PromptPair, positions: Positions = "each") -> "Places":
         """Return the places in the prompts."""
-        columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
+        columns = torch.arange(pair.clean.shape[1], device="cpu")
         if not is_by_role(positions):
             real = pair.real.any(dim=0).nonzero().flatten()
             return cls([str(pos) for pos in columns.tolist()], real.tolist())
-        ordered, from_end = list[tuple[float, str, Tensor]](), columns - pair.last[:, None]
+        ordered, from_end = list[tuple[float, str, Tensor]](), columns - pair.last.cpu()[:, None]
         for role in resolve_positions(pair, positions):
             place = float(from_end[role.chosen].double().mean())
-            ordered.append((place, str(role.label), role.chosen.cpu()))
+            ordered.append((place, str(role.label), role.chosen))
         ordered.sort(key=lambda role: role[0])
         names = [name for _, name, _ in ordered]
         return cls(names, list(range(len(names))), torch.stack([x for *_, x in ordered]))

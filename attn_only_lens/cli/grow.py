@@ -64,6 +64,7 @@ def grow(
         raise AttnOnlyLensError("give either sizes, such as --d-mlp 4096, or --insert")
     from attn_only_lens import grow as grow_model
     from attn_only_lens.growth import InsertLayer
+    from attn_only_lens.growth.expansion.weights import Axis
     from attn_only_lens.heads.host import transcoder_reasons
     from attn_only_lens.models.in_place import hide
     from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
@@ -83,10 +84,13 @@ def grow(
     with working("growing"):
         grown = grow_model(loaded, layers, **sizes, n_layers=n_layers, seed=seed)
         grown.save_pretrained(out)
-    cfg = grown.model.cfg
+    provenance = grown.provenance
+    heads, width, neurons = (
+        provenance.sizes.get(Axis(label, 0), 0) for label in ("head", "d_query", "d_mlp")
+    )
     typer.echo(
-        f"{out}: {cfg.n_layers} layers of {cfg.n_heads} attention heads of width {cfg.d_head} "
-        f"and {cfg.d_mlp} neurons, d_model {cfg.d_model}"
+        f"{out}: {provenance.layers.size} layers of {heads} attention heads of width {width} "
+        f"and {neurons} neurons, d_model {provenance.sizes[Axis('d_model')]}"
     )
     for note in grown.notes:
         typer.echo(note)

@@ -87,6 +87,12 @@ class BoundMetric:
         self._require_finite(values)
         return values
 
+    def on_cpu(self, logits: _Selected) -> Float[Tensor, "site prompt"]:
+        """Return the same on the CPU, without gradients. The host waits for the device once."""
+        values = self.compute(logits).detach().cpu()
+        self._require_finite(values)
+        return values
+
     def _require_finite(self, values: Float[Tensor, "site prompt"]) -> None:
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:

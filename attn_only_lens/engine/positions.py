@@ -44,7 +44,8 @@ class PositionSet:
 
     Attributes:
         label: the name of the set in results: "all", the given number, or the role.
-        chosen: True at the positions in each prompt, and False at padding.
+        chosen: True at the positions in each prompt, and False at padding. It is on the CPU, where
+            analyses are planned.
     """
 
     label: int | str
@@ -63,7 +64,7 @@ class PositionSet:
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
     """Return the sets of positions that `Sites.positions` describes, in some prompts."""
-    real = pair.real
+    real = pair.real_on_cpu
     n_pos = real.shape[1]
     if isinstance(positions, str):
         if positions == "all":
@@ -138,7 +139,8 @@ def length_reasons(
 
     With `only_columns`, the analysis has no roles; `others` are as in `aligned`.
     """
-    real, lengths = pair.real, pair.real.sum(dim=1).tolist()
+    real = pair.real_on_cpu
+    lengths = real.sum(dim=1).tolist()
     if (real == real[:1]).all():
         return []
     other = int((real != real[:1]).any(dim=1).int().argmax())  # the first with other padding
@@ -159,13 +161,13 @@ def length_reasons(
 
 def token_columns(pair: PromptPair) -> range:
     """Return the columns from the first to the last in which a prompt has a token."""
-    columns = pair.real.any(dim=0).nonzero().flatten().tolist()
+    columns = pair.real_on_cpu.any(dim=0).nonzero().flatten().tolist()
     return range(columns[0], columns[-1] + 1)
 
 
 def column_reasons(pair: PromptPair, columns: range) -> list[str]:
     """Return a reason unless all prompts have tokens in these columns of a circuit's prompts."""
-    numbers = pair.real.sum(dim=1), pair.real.int().argmax(dim=1)
+    numbers = pair.real_on_cpu.sum(dim=1), pair.real_on_cpu.int().argmax(dim=1)
     lengths, starts = (sorted(set(x.tolist())) for x in numbers)
     because = "as in the prompts used to find the circuit: the sites have fixed positions"
     if lengths != [len(columns)]:
@@ -218,7 +220,7 @@ def role_reasons(roles: Roles, n_prompts: int) -> list[str]:
 
 def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet, ...]:
     """Return these roles of the contrast, or all its roles."""
-    roles, lengths = pair.roles, pair.real.sum(dim=1)
+    roles, lengths = pair.roles, pair.real_on_cpu.sum(dim=1)
     batch, reasons, sets = pair.n_all, list[str](), list[PositionSet]()
     unknown = [name for name in names or () if name not in roles]
     reasons += [
@@ -248,7 +250,7 @@ def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet
         reasons += outside
         if outside:
             continue
-        columns = torch.tensor(per_prompt, device=lengths.device)
+        columns = torch.tensor(per_prompt, device="cpu")
         columns = torch.where(columns < 0, columns, columns - lengths)  # count from the end
         sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
@@ -263,7 +265,7 @@ def _disjoint(
     A role whose tokens all belong to later roles is an error if `keep_empty`, because it was asked
     for by name, unless the pair holds only some of the prompts. Otherwise, it is left out.
     """
-    taken, of_role = torch.zeros_like(pair.real), dict[int | str, PositionSet]()
+    taken, of_role = torch.zeros_like(pair.real_on_cpu), dict[int | str, PositionSet]()
     order = list(pair.roles)
     for role in sorted(sets, key=lambda role: order.index(str(role.label)), reverse=True):
         of_role[role.label] = PositionSet(role.label, role.chosen & ~taken)
@@ -281,5 +283,5 @@ def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:
 
 
 def _from_end(pair: PromptPair, pos: int | Int[Tensor, "batch 1"]) -> Bool[Tensor, "batch pos"]:
-    columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
-    return columns == pair.last[:, None] + pos + 1
+    columns = torch.arange(pair.clean.shape[1], device="cpu")
+    return columns == pair.last.cpu()[:, None] + pos + 1

@@ -7,6 +7,7 @@ both prompts of a pair must have the same number of tokens and the same padding.
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -64,6 +65,11 @@ class PromptPair:
         if self.mask is None:
             return torch.ones_like(self.clean, dtype=torch.bool)
         return self.mask.bool()
+
+    @cached_property
+    def real_on_cpu(self) -> Bool[Tensor, "batch pos"]:
+        """The same on the CPU, where analyses are planned."""
+        return self.real.cpu()
 
     @property
     def last(self) -> Int[Tensor, "batch"]:

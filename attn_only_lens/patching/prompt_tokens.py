@@ -41,7 +41,7 @@ class PromptTokens:
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
-        columns = torch.arange(pair.clean.shape[1], device=pair.clean.device)
+        columns = torch.arange(pair.clean.shape[1], device="cpu")
         positions = {
             str(role.label): columns.where(role.chosen, -1).amax(dim=1).tolist()
             for role in roles(groups)

@@ -423,7 +423,7 @@ def lie_before_switch(
     inputs = [run.streams[1:-1] for run in (target, source)]  # what all blocks but the first read
     if not inputs[0]:
         return np.zeros(sum(map(len, groups)), dtype=bool)
-    device = groups[0].everywhere.device
+    device = target.tokens.device
     one, other = (
         torch.stack([float32_if_half(x).norm(dim=-1).to(device) for x in streams])
         for streams in inputs
@@ -437,7 +437,7 @@ def lie_before_switch(
     host, sets = host_of(model), list[Tensor]()
     for group in groups:
         is_before = (last > 0) & (last >= host.block(group.sites.layer, group.sites.kind))
-        sets.append((group.everywhere & is_before).flatten(1).any(1))
+        sets.append((group.everywhere_on(device) & is_before).flatten(1).any(1))
     rows = [is_set[group.place] for is_set, group in zip(on_cpu(sets), groups, strict=True)]
     lies: npt.NDArray[np.bool_] = torch.cat(rows).numpy()
     return lies

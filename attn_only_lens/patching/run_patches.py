@@ -171,7 +171,7 @@ class PatchRunner:
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
         """Return the first position that any patch could change, computed from the tokens alone."""
-        differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
+        differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0).cpu()
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
         block = min(self.replay.host.block(group.sites.layer, group.sites.kind) for group in groups)
@@ -188,7 +188,7 @@ class PatchRunner:
                 unread.append(group.sums(felt).any(dim=1))
                 continue
             firsts = []
-            for position_set in group.everywhere.to(changed.device):
+            for position_set in group.everywhere_on(changed.device):
                 earliest = (changed & position_set).any(dim=1).int().argmax(dim=1)
                 firsts.append(earliest.where((felt & position_set).flatten(1).any(dim=1), -1))
             unread.append(torch.stack(firsts))
@@ -242,7 +242,7 @@ class PatchRunner:
         block = self.replay.host.block(sites.layer, "neuron")
         block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         index = sites.index.to(change.device)
-        edited, W_O = group.everywhere.to(change.device), heads.W_O
+        edited, W_O = group.everywhere_on(change.device), heads.W_O
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
@@ -265,7 +265,7 @@ class PatchRunner:
         index, n_heads = sites.index.to(target.device), host.count(sites.layer, sites.kind)
         shared = bool(_layers_that_share(self.replay, [sites.layer], part))
         read = of_group(index, n_heads, target.shape[2]) if shared else index
-        edited = group.everywhere.to(target.device)
+        edited = group.everywhere_on(target.device)
         changed = differences(target, source, part)[..., read].permute(2, 0, 1)
         block = host.block(sites.layer, sites.kind)
 

@@ -58,14 +58,24 @@ class _PositionSets(tuple[PositionSet, ...]):
     def columns(self) -> Int[Tensor, "set"] | None:
         """The column of tokens that each set contains, or None if a set has several columns."""
         columns = [position.column for position in self]
-        return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
+        return None if None in columns else torch.tensor(columns, device="cpu")
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
         """For each one-column set of positions, the prompts that have this position."""
         assert self.columns is not None
-        sets = torch.arange(len(self), device=self.columns.device)
+        sets = torch.arange(len(self), device="cpu")
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
+
+    @cached_property
+    def _moved(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """Return one of the tensors above on a device; it is moved there once."""
+        if (name, device) not in self._moved:
+            self._moved[name, device] = getattr(self, name).to(device)
+        return self._moved[name, device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +140,12 @@ class SiteGroup:
 
     @property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
-        """The positions in each set, as a mask."""
+        """The positions in each set, as a mask on the CPU."""
         return self._sets.everywhere
+
+    def everywhere_on(self, device: torch.device) -> Bool[Tensor, "set batch pos"]:
+        """Return the positions in each set, as a mask on a device."""
+        return self._sets.on(device, "everywhere")
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
@@ -147,10 +161,11 @@ class SiteGroup:
         """Return, for each row, the sum of its head's entries over its positions."""
         device, columns = of_heads.device, self.columns
         if columns is not None:
-            in_column = self._sets.in_column.to(device)
-            values = of_heads.permute(2, 0, 1)[columns.to(device)] * in_column
+            in_column = self._sets.on(device, "in_column")
+            values = of_heads.permute(2, 0, 1)[self._sets.on(device, "columns")] * in_column
         else:
-            values = torch.einsum("hbp,sbp->shb", of_heads, self.everywhere.to(of_heads))
+            mask = self.everywhere_on(device).to(of_heads.dtype)
+            values = torch.einsum("hbp,sbp->shb", of_heads, mask)
         if self.is_product:
             return values.flatten(0, 1)
         return values[self.place.to(device), self.head.to(device)]
@@ -347,12 +362,9 @@ def _resolve_placed(
 
 def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionSet]) -> None:
     # Two labels such as -1 and 4 may mean the same position. Two roles may share a token.
-    first = [
-        i if isinstance(some.label, str)
-        else next(j for j, earlier in enumerate(sets) if torch.equal(earlier.chosen, some.chosen))
-        for i, some in enumerate(sets)
-    ]  # fmt: skip
-    counts = Counter((name, first[i]) for name, i in rows)
+    known = [x.label if isinstance(x.label, str) else x.chosen.numpy().tobytes() for x in sets]
+    first = {key: i for i, key in reversed([*enumerate(known)])}
+    counts = Counter((name, first[known[i]]) for name, i in rows)
     twice = [f"{name}@{sets[i].label}" for (name, i), n in counts.items() if n > 1]
     InputError.raise_if(
         [f"got {site} more than once; expected each site once" for site in twice[:5]], _PROBLEM
@@ -430,7 +442,7 @@ def _costs(
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind in NEURON_KINDS)
         blocks_left = len(model.blocks) - entered + 1  # the unembedding counts as 1 block
-        patched = group.everywhere.any(dim=1)[:, first:].cpu()
+        patched = group.everywhere.any(dim=1)[:, first:]
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])
     return costs

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import pytest
 import torch
+import transformers
+from bridges import bridged
 from common import D_VOCAB, relative, run_cli, tokens
 from growing import (
     all_steps,
@@ -310,3 +312,10 @@ def test_attention_only_models():
     grown = grow(model, more)
     assert relative(grown.model(tokens()), model(tokens())) < EXACT
     assert same_bits(grown.shrink(), model)
+
+
+def test_t5_needs_version_4():
+    config = transformers.T5Config(vocab_size=D_VOCAB, d_model=23, num_layers=1, num_heads=3)
+    bridge = bridged(transformers.T5ForConditionalGeneration(config))
+    with pytest.raises(GrowthError, match="cannot run T5"):
+        grow(bridge, d_mlp=41)

@@ -267,14 +267,14 @@ class Replay(ABC):
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
-        """Return the metric for each prompt of each variant (`BoundMetric.of_prompts`).
+        """Return the metric for each prompt of each variant (`BoundMetric.on_cpu`).
 
         The logits of many rows would fill the memory, so they are computed for a few rows at once.
         """
         at_once = max(1, _LOGITS_AT_ONCE // (_LOGITS * self.logits_per_variant)) * self.batch
         if sum(len(some.stream) for some in variants) <= at_once:
             logits = self.logits(*variants)
-            return self.metric.of_prompts(logits.unflatten(0, (-1, self.batch)))
+            return self.metric.on_cpu(logits.unflatten(0, (-1, self.batch)))
         stream, first = self._faster(self.last_stream, variants), variants[0].first
         return torch.cat(
             [self.values(Variants(self.n_blocks, first, rows)) for rows in stream.split(at_once)]

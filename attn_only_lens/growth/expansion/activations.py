@@ -8,19 +8,22 @@ outputs have mean zero in the grown model. If `init.splits` split a head or neur
 neurons of the grown model share its old output. Then `activation_map` raises a KeyError.
 """
 
+import re
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attn_only_lens.growth.expansion.provenance import IndexMap, Provenance
-from attn_only_lens.growth.expansion.weights import Axis, in_layer, tail
+from attn_only_lens.growth.expansion.weights import Axis, block_name, in_layer, tail
 
 # For each hook point, the labels of its axes after batch and pos; None for axes that never grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
-    *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
+    *("hook_attn_out", "hook_mlp_out", "hook_mlp_in", "hook_resid_mid2", "hook_cross_attn_out"),
 )
-_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post", "ln_final")
+_NORMS = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post", "ln_final")
+# The names of hook points in the blocks of an encoder-decoder model.
+_IN_STACK = re.compile(r"((encoder|decoder)_blocks\.)(\d+)(\.(?:self_(?=attn\.))?(.+))")
 _AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(_STREAM, ("d_model",)),
     **{f"{norm}.hook_scale": (None,) for norm in _NORMS},
@@ -117,14 +120,25 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
         >>> torch.allclose(part, old["blocks.0.attn.hook_pattern"], atol=1e-5)
         True
     """
-    of, layer, constants = tail(hook), in_layer(hook), provenance.constants
-    now = in_layer(provenance.name(hook))
+    # Names in a stack become names in `Weights`, where layers of both stacks have one numbering.
+    constants, name = provenance.constants, hook
+    if stack := _IN_STACK.fullmatch(hook):
+        index, first = int(stack[3]), constants.n_encoder_layers * (stack[2] == "decoder")
+        name = block_name(first + index, stack[5])
+    of, layer, scale = tail(name), in_layer(name), provenance.activation_scales.get(name, 1.0)
+    name, of = provenance.name(name), of.removeprefix("cross_")
+    now = in_layer(name)
+    if stack and now is not None:
+        index = now - provenance.n_encoder_layers * (stack[2] == "decoder")
+        name = f"{stack[1]}{index}{stack[4]}"
     for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
             raise KeyError(
                 f"{hook} has no map: units along {axis.label} were split, so that copies share the "
                 "outputs of old units"
             )
+    if of == "hook_pos_embed" and constants.positions == "relative":
+        raise KeyError(f"{hook} has no map: it holds the scores that relative positions add")
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)
@@ -138,8 +152,8 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     )
     outside = constants.positions == "shortformer" and of == "hook_pos_embed"
     return ActivationMap(
-        name=provenance.name(hook),
+        name=name,
         axes=tuple(axes),
-        scale=provenance.activation_scales.get(hook, 1.0),
+        scale=scale,
         centred=provenance.centred and of in _IN_THE_STREAM and not outside,
     )

@@ -27,6 +27,7 @@ from attn_only_lens.growth.expansion.initialise import (
     WithoutZeros,
     drawn,
     own,
+    zeros,
 )
 from attn_only_lens.growth.expansion.provenance import (
     IndexMap,
@@ -37,6 +38,7 @@ from attn_only_lens.growth.expansion.provenance import (
 )
 from attn_only_lens.growth.expansion.weights import (
     Axis,
+    Stack,
     Weights,
     axes_of,
     block_name,
@@ -301,6 +303,32 @@ class ExpansionSequence(Expansion):
         return grown, provenance
 
 
+@dataclass(frozen=True)
+class PaddedExpansion(Expansion):
+    """An expansion of some layers, followed by an expansion that gives other layers equal sizes.
+
+    All weights of the units that `padding` adds are zero, so the units compute nothing. Their
+    gradients are zero, too: the gradient of an input weight is a sum of products with the unit's
+    output weights, and the gradient of an output weight is one with the unit's activation, which is
+    act(0) = 0 for ReLU, GELU and SiLU. Queries and keys are in each other's gradients. Gradient
+    descent, also with momentum or weight decay, therefore leaves these units at zero: the padded
+    model learns as a model in which only some layers have grown.
+    """
+
+    expansion: Expansion
+    padding: "ExpansionSequence"
+
+    def reasons_against(self, weights: Weights) -> list[str]:
+        """Return every reason why the expansion is impossible."""
+        return self.expansion.reasons_against(weights)
+
+    def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
+        """Apply the expansion, then the padding."""
+        grown, provenance = self.expansion.expand(weights, init, seed)
+        grown, more = self.padding.expand(grown, zeros(), seed)
+        return grown, provenance.then(more)
+
+
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
@@ -318,17 +346,37 @@ def is_index(number: object, size: int) -> bool:
     return is_count(number, 0, size - 1)
 
 
-def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
-    """Return the layers as a list, or all layers if `layers` is None."""
-    return list(range(weights.constants.n_layers) if layers is None else layers)
+def layers_of(
+    layers: Sequence[int] | None, weights: Weights, stack: Stack | None = None
+) -> list[int]:
+    """Return the given layers of a stack as layers of the model; all if `layers` is None."""
+    of_stack = weights.constants.layers_in(stack)
+    return list(of_stack) if layers is None else [of_stack[layer] for layer in layers]
 
 
-def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
+def reasons_against_stack(stack: object, weights: Weights, *, needed: bool) -> list[str]:
+    """Return the reason why the model has no such stack, or why a stack is needed."""
+    names = [name for name in weights.constants.stacks if name is not None]
+    if stack is None and not (needed and names):
+        return []
+    if stack is None:
+        return ['the model has two stacks; pass stack="encoder" or stack="decoder" with the layer']
+    if stack in names:
+        return []
+    expected = '"encoder", "decoder" or None' if names else "None, because the model has one stack"
+    return [f"got stack={stack!r}; expected {expected}"]
+
+
+def reasons_against_count(
+    n: int, layers: Sequence[int] | None, weights: Weights, stack: Stack | None = None
+) -> list[str]:
     """Return every reason why `n` units (such as heads) cannot be added to the given layers."""
     reasons = []
     if not is_count(n, 1):
         reasons.append(f"got n={n!r}; expected 1 or more (growth cannot remove units)")
-    n_layers = weights.constants.n_layers
+    if against := reasons_against_stack(stack, weights, needed=layers is not None):
+        return reasons + against
+    n_layers = len(weights.constants.layers_in(stack))
     unknown = not all(is_index(layer, n_layers) for layer in layers or ())
     if unknown or (layers is not None and not layers):
         reasons.append(f"got layers {list(layers or ())}; expected layers 0 … {n_layers - 1}")
@@ -338,13 +386,16 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 
 
 def reasons_against_heads(
-    heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
+    heads: Sequence[int] | None,
+    layers: Sequence[int] | None,
+    weights: Weights,
+    stack: Stack | None = None,
 ) -> list[str]:
     """Return every reason why the given heads cannot be widened without the other heads."""
     if heads is None:
         return []
     reasons = []
-    for layer in layers_of(layers, weights):
+    for layer in layers_of(layers, weights, stack):
         n_heads, groups = (weights.sizes[Axis(label, layer)] for label in ("head", "kv_head"))
         if not heads or not all(is_index(head, n_heads) for head in heads):
             reasons.append(

@@ -17,6 +17,8 @@ queries are multiplied by √(Ê/E), where Ê is the new number of heads. The no
 the same factor, so that ε has the same effect as before. Keys have a separate factor.
 
 Models with ALiBi cannot get new heads, because the slope of head h depends on the number of heads.
+T5's relative positions add an entry of a table to each score. The table has a column per head, and
+all layers of a stack share it. So all layers of a stack get new heads, which share new columns.
 """
 
 import math
@@ -30,7 +32,7 @@ from attn_only_lens.growth.expansion.expansion import (
     reasons_against_count,
 )
 from attn_only_lens.growth.expansion.provenance import IndexMap
-from attn_only_lens.growth.expansion.weights import Axis, Weights, block_name
+from attn_only_lens.growth.expansion.weights import Axis, Stack, Weights, block_name
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class AddHeads(Expansion):
         layers: the layers that get new heads; None for all.
         into_groups: whether new heads use the existing keys and values, with the same number of new
             heads in each group.
+        stack: "encoder" or "decoder", in which `layers` count from 0; None for both.
 
     Example:
         >>> from attn_only_lens import grow, growth, load
@@ -55,18 +58,27 @@ class AddHeads(Expansion):
     n: int
     layers: Sequence[int] | None = None
     into_groups: bool = False
+    stack: Stack | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why the layers cannot get new heads."""
-        reasons = reasons_against_count(self.n, self.layers, weights)
+        reasons = reasons_against_count(self.n, self.layers, weights, self.stack)
         if weights.constants.positions == "alibi":
             reasons.append("ALiBi slopes depend on the number of heads, so old heads would change")
         if weights.constants.qk_norm == "all heads" and weights.constants.clip_qkv is not None:
             reasons.append("clip_qkv bounds queries, which must be scaled for their norm")
         if reasons:
             return reasons
+        layers = layers_of(self.layers, weights, self.stack)
+        if weights.constants.positions == "relative" and len(layers) < len(
+            weights.constants.layers_in(self.stack)
+        ):
+            return [
+                f"got layers {list(self.layers or ())}; expected all layers of the stack, because "
+                "they share a table of relative positions, which has one column per head"
+            ]
         sizes = weights.sizes
-        for layer in layers_of(self.layers, weights):
+        for layer in layers:
             heads, groups = sizes[Axis("head", layer)], sizes[Axis("kv_head", layer)]
             whole = groups if self.into_groups else heads // groups
             if self.n % whole:
@@ -80,8 +92,9 @@ class AddHeads(Expansion):
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for adding attention heads."""
         sizes, axes = weights.sizes, {}
-        layers = layers_of(self.layers, weights)
-        zero = {block_name(layer, "attn.W_O") for layer in layers}
+        layers = layers_of(self.layers, weights, self.stack)
+        writers = ("attn.W_O", "cross_attn.W_O")
+        zero = {block_name(layer, of) for layer in layers for of in writers}
         written, runs = frozenset(zero), {}
         scales: dict[str, float] = {}
         activation_scales: dict[str, float] = {}

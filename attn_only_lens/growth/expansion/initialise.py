@@ -22,6 +22,7 @@ Shares. A new unit j has r_j = r_i of an old unit i; w_i becomes α w_i - n, and
     axis                 input weights                             output weights
     neurons (3.1)        W_in, W_gate, b_in, b_gate                W_out
     heads (3.2)          W_Q, W_K, W_V, and biases, sinks, gains   W_O
+                         and columns of relative positions
     values (3.3)         W_V, b_V                                  W_O
     queries, keys (3.4)  W_Q, b_Q                                  W_K, b_K
     stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
@@ -35,7 +36,8 @@ zero output weights, because neither pairs nor shares would preserve the functio
   no norm) and of normalized queries and keys;
 - coordinates of queries and keys if rotary positions rotate whole heads (if only the first
   coordinates are rotated, new coordinates can be paired but not split);
-- heads of a model with ALiBi, because the two heads of a pair have different slopes;
+- heads of a model with ALiBi, because the two heads of a pair have different slopes, and heads of a
+  new layer with relative positions, because the two heads have different columns;
 - units of a new layer that is a copy, or whose norms after sublayers would divide rounding errors
   by √ε.
 
@@ -182,9 +184,15 @@ def _key_of(new: New, seed: int) -> torch.Generator:
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
-def _axis_of_units(axis: Axis) -> Axis:
-    """Replace `kv_head` by `head`, so that copies take Q, K and V from the same heads."""
-    return Axis(axis.label.removeprefix("kv_"), axis.layer)
+def _axis_of_units(axis: Axis, constants: Constants) -> Axis:
+    """Return one axis for all axes along which the same units must be copied.
+
+    Copies take Q, K and V from the same heads. If layers share a table of relative positions, they
+    also take the same heads in all layers.
+    """
+    label = axis.label.removeprefix("kv_")
+    shared = label == "head" and constants.positions == "relative"
+    return Axis(label, None if shared else axis.layer)
 
 
 def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
@@ -197,13 +205,16 @@ def _deviation(old: Tensor) -> float:
 
 
 def _own_std(new: New) -> float:
-    """Return the standard deviation that `HookedTransformer.init_weights` uses for this shape."""
+    """Return the standard deviation that TransformerLens (T5: transformers) uses for this shape."""
     mode, gain = new.constants.init
     whole = new.whole
     heads = whole[0] if len(whole) == 3 else 1
     fan_in, fan_out = whole[-2], heads * whole[-1]
     if mode == "gpt2":
         return gain
+    if mode == "T5":
+        fans = {"W_E": 1, "W_U": 1, "W_Q": fan_in * whole[-1], "W_O": heads * fan_in}
+        return gain / math.sqrt(fans.get(new.name.rpartition(".")[2], fan_in))
     if mode.startswith("xavier"):
         return gain * math.sqrt(2 / (fan_in + fan_out))
     if mode.startswith("kaiming"):
@@ -250,7 +261,8 @@ class _Copies:
             # Copy the same units in every tensor, so that a copied neuron gets its own gate and
             # bias.
             size, n_new = old.shape[new.dim], new.shape[new.dim]
-            key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
+            axis = _axis_of_units(new.axis, new.constants)
+            key = _generator(seed, axis, size, new.constants.n_layers)
             units = torch.randint(size, (n_new,), generator=key, device="cpu")
             made = old.index_select(new.dim, units)
         return made + self.noise * (_deviation(old) or 1.0) * _normal_numbers(new, seed)
@@ -333,7 +345,7 @@ class _Splits(WithoutZeros):
         assert new.axis is not None  # None only in new layers, whose units are never split
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         n_blocks = len(olds[0])
-        axis = _axis_of_units(new.axis)
+        axis = _axis_of_units(new.axis, new.constants)
         key = _generator(seed, "splits", axis, n_blocks, new.constants.n_layers)
         sources = [0] * len(units.added)
         for of_old, of_new in zip(olds, news, strict=True):

@@ -15,11 +15,17 @@ output weights set to zero, as in Wu et al., "LLaMA Pro" (2024).
 
 from dataclasses import dataclass
 
-from attn_only_lens.growth.expansion.expansion import Expansion, Plan, is_index
+from attn_only_lens.growth.expansion.expansion import (
+    Expansion,
+    Plan,
+    is_index,
+    reasons_against_stack,
+)
 from attn_only_lens.growth.expansion.provenance import IndexMap
-from attn_only_lens.growth.expansion.weights import Weights, block_name
+from attn_only_lens.growth.expansion.weights import Stack, Weights, block_name
 
-_ZERO = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out", "ln1_post.b", "ln2_post.b")
+_ZERO = {"attn.W_O", "attn.b_O", "cross_attn.W_O", "mlp.W_out", "mlp.b_out"}
+_ZERO |= {"ln1_post.b", "ln2_post.b"}
 _AFTER = {"ln1.b", "ln2.b"}  # biases of norms that follow sublayers
 
 
@@ -37,6 +43,7 @@ class InsertLayer(Expansion):
             default, the preceding layer.
         copy: whether the free entries are copied from layer `like` instead of drawn by the
             initialiser.
+        stack: "encoder" or "decoder", in which layers count from 0; None if there is one stack.
 
     Example:
         >>> from attn_only_lens import grow, growth, load
@@ -48,11 +55,13 @@ class InsertLayer(Expansion):
     at: int
     like: int | None = None
     copy: bool = False
+    stack: Stack | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why the layer cannot be inserted."""
-        constants, reasons = weights.constants, []
-        n_layers = constants.n_layers
+        constants = weights.constants
+        reasons = reasons_against_stack(self.stack, weights, needed=True)
+        n_layers = len(constants.layers_in(self.stack))
         if not is_index(self.at, n_layers + 1):
             reasons.append(f"got at={self.at!r}; expected 0 … {n_layers}")
         if self.like is not None and not is_index(self.like, n_layers):
@@ -77,9 +86,10 @@ class InsertLayer(Expansion):
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for inserting the layer."""
-        constants, layer_index = weights.constants, self.at
-        n_layers = constants.n_layers
-        like = max(layer_index - 1, 0) if self.like is None else self.like
+        constants, n_layers = weights.constants, weights.constants.n_layers
+        first = constants.layers_in(self.stack).start
+        layer_index = first + self.at
+        like = first + (max(self.at - 1, 0) if self.like is None else self.like)
         scales: dict[str, float] = {}
         activation_scales: dict[str, float] = {}
         copied: dict[str, float] = {}
@@ -96,7 +106,9 @@ class InsertLayer(Expansion):
         types = constants.attn_types
         may_cancel = set()
         if constants.norm_place == "before" and not self.copy:
-            may_cancel = {"mlp.W_out"} | ({"attn.W_O"} if constants.positions != "alibi" else set())
+            # Under ALiBi and relative positions, the biases of a pair's heads differ.
+            may_cancel = {"mlp.W_out", "cross_attn.W_O"}
+            may_cancel |= set() if constants.positions in ("alibi", "relative") else {"attn.W_O"}
         return Plan(
             layers=IndexMap(
                 tuple(layer + (layer >= layer_index) for layer in range(n_layers)), n_layers + 1
@@ -109,6 +121,7 @@ class InsertLayer(Expansion):
             activation_scales=activation_scales,
             constants={
                 "n_layers": n_layers + 1,
+                "n_encoder_layers": constants.n_encoder_layers + (self.stack == "encoder"),
                 "attn_types": types and (*types[:layer_index], types[like], *types[layer_index:]),
             },
         )

@@ -16,7 +16,7 @@ from attn_only_lens.growth.expansion.expansion import (
     reasons_against_count,
 )
 from attn_only_lens.growth.expansion.provenance import IndexMap
-from attn_only_lens.growth.expansion.weights import Axis, Weights, block_name
+from attn_only_lens.growth.expansion.weights import Axis, Stack, Weights, block_name
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class AddNeurons(Expansion):
     Attributes:
         n: how many neurons to add to each layer.
         layers: the layers that get new neurons; None for all.
+        stack: "encoder" or "decoder", in which `layers` count from 0; None for both.
 
     Example:
         >>> from attn_only_lens import grow, growth, load
@@ -37,13 +38,14 @@ class AddNeurons(Expansion):
 
     n: int
     layers: Sequence[int] | None = None
+    stack: Stack | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why the MLPs cannot get new neurons."""
-        reasons = reasons_against_count(self.n, self.layers, weights)
+        reasons = reasons_against_count(self.n, self.layers, weights, self.stack)
         known = set(weights.in_layers("mlp.W_out"))
-        without = [layer for layer in layers_of(self.layers, weights) if layer not in known]
-        if without and not reasons:
+        layers = layers_of(self.layers, weights, self.stack) if not reasons else []
+        if without := [layer for layer in layers if layer not in known]:
             reasons.append(f"layers {without} have no MLP, so they cannot get new neurons")
         if weights.constants.pointwise is False:
             reasons.append(
@@ -54,7 +56,7 @@ class AddNeurons(Expansion):
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for adding neurons to the MLPs."""
-        layers = layers_of(self.layers, weights)
+        layers = layers_of(self.layers, weights, self.stack)
         sizes = weights.sizes
         written = frozenset(block_name(layer, "mlp.W_out") for layer in layers)
         return Plan(

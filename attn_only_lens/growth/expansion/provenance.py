@@ -238,13 +238,56 @@ def _index(indices: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
 
 
 _LAYER = re.compile(r"L(0|[1-9]\d*)")
-_AXIS_OF = {"H": "head", "N": "d_mlp"}
-_KINDS = {"H": "head", "N": "neuron", "L": "layer"}
+_IN_STACK = re.compile(r"([ED])(0|[1-9]\d*)(?:([HCN])(0|[1-9]\d*))?")
+_AXIS_OF = {"H": "head", "C": "head", "N": "d_mlp"}
+_KINDS = {"H": "head", "C": "cross-attention head", "N": "neuron", "": "layer"}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer, or its head (letter H), head of cross-attention (C) or neuron (N)."""
+
+    layer: int
+    letter: str = ""
+    index: int = 0
+
+    @property
+    def axis(self) -> Axis:
+        return Axis(_AXIS_OF[self.letter], self.layer)
+
+    @classmethod
+    def parse(cls, name: str, n_encoder: int) -> "_Part":
+        """Parse a name in a model with `n_encoder` encoder layers (0: with one stack)."""
+        if n_encoder:
+            match = _IN_STACK.fullmatch(name) if isinstance(name, str) else None
+            if match is None or (match[1] == "E" and match[3] == "C"):
+                raise UnknownHeadError(
+                    f"got {name!r}; expected a part of the encoder ('E0H1', 'E0N17', 'E0') or of "
+                    "the decoder ('D0H1', 'D0C1' for cross-attention, 'D0N17', 'D0')"
+                )
+            layer = int(match[2])
+            if match[1] == "E" and layer >= n_encoder:
+                raise UnknownHeadError(f"got {name!r}; the encoder has {n_encoder} layers")
+            first = n_encoder if match[1] == "D" else 0
+            return cls(first + layer, match[3] or "", int(match[4] or 0))
+        if isinstance(name, str) and (match := _LAYER.fullmatch(name)):
+            return cls(int(match[1]))
+        head = HeadName.parse(name)
+        return cls(head.layer, "H" if head.kind == "attention" else "N", head.index)
+
+    def name(self, n_encoder: int) -> str:
+        """Return the name that `parse` reads."""
+        letter = "L" if not n_encoder else "E" if self.layer < n_encoder else "D"
+        layer = self.layer - n_encoder * (letter == "D")
+        return f"{letter}{layer}{self.letter}{self.index if self.letter else ''}"
 
 
 @dataclass(frozen=True)
 class Provenance:
     """A map from each part of a model to its place in the grown model.
+
+    Parts of an encoder-decoder model have names such as `E0N17` (encoder), `D0H1` and `D0C1`
+    (self-attention and cross-attention of the decoder), and `D0`.
 
     Attributes:
         layers: new indices of layers.
@@ -332,21 +375,22 @@ class Provenance:
 
     def __getitem__(self, name: str) -> str:
         """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
-        head, layer = self._parsed(name)
-        if layer >= len(self.layers.new_of):
+        n_encoder, n_layers = self.constants.n_encoder_layers, len(self.layers.new_of)
+        part = _Part.parse(name, n_encoder)
+        if part.layer >= n_layers:
+            had = f"{n_encoder} + {n_layers - n_encoder}" if n_encoder else n_layers
+            raise UnknownHeadError(f"got {name!r}; the model had {had} layers before it grew")
+        now = self.layers.new_of[part.layer]
+        if not part.letter:
+            return _Part(now).name(self.n_encoder_layers)
+        new_of = self.axes.get(part.axis, IndexMap((), 0)).new_of
+        if part.index >= len(new_of):
+            layer = _Part(part.layer).name(n_encoder).removeprefix("L")
             raise UnknownHeadError(
-                f"got {name!r}; the model had {len(self.layers.new_of)} layers before it grew"
+                f"got {name!r}; layer {layer} had {len(new_of)} {_KINDS[part.letter]}s before it "
+                "grew"
             )
-        now = self.layers.new_of[layer]
-        if head is None:
-            return f"L{now}"
-        new_of = self.axes.get(_axis(head), IndexMap((), 0)).new_of
-        if head.index >= len(new_of):
-            kind = "heads" if head.kind == "attention" else "neurons"
-            raise UnknownHeadError(
-                f"got {name!r}; layer {layer} had {len(new_of)} {kind} before it grew"
-            )
-        return str(HeadName(now, head.kind, new_of[head.index]))
+        return _Part(now, part.letter, new_of[part.index]).name(self.n_encoder_layers)
 
     def old_of(self, name: str) -> str | None:
         """Return the old name of a head, neuron or layer, or None if the part is new.
@@ -354,17 +398,24 @@ class Provenance:
         Raises:
             UnknownHeadError: the grown model has no head, neuron or layer with this name.
         """
-        head, layer = self._parsed(name)
-        n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
-        if layer >= self.layers.size or (head is not None and head.index >= n_now):
+        part, n_encoder = _Part.parse(name, self.n_encoder_layers), self.constants.n_encoder_layers
+        if part.layer >= self.layers.size or (
+            part.letter and part.index >= self.sizes.get(part.axis, 0)
+        ):
             raise UnknownHeadError(
                 f"got {name!r}; the grown model has no head, neuron or layer with this name"
             )
-        was = self.layers.old_of.get(layer)
-        if was is None or head is None:
-            return None if was is None else f"L{was}"
-        index = self.axes[Axis(_axis(head).label, was)].old_of.get(head.index)
-        return None if index is None else str(HeadName(was, head.kind, index))
+        was = self.layers.old_of.get(part.layer)
+        if was is None or not part.letter:
+            return None if was is None else _Part(was).name(n_encoder)
+        index = self.axes[Axis(part.axis.label, was)].old_of.get(part.index)
+        return None if index is None else _Part(was, part.letter, index).name(n_encoder)
+
+    @cached_property
+    def n_encoder_layers(self) -> int:
+        """The number of the grown model's encoder layers; new layers are in the stack of `like`."""
+        sources = {**self.layers.old_of, **self.like}
+        return sum(old < self.constants.n_encoder_layers for old in sources.values())
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -374,12 +425,12 @@ class Provenance:
     @property
     def new_layers(self) -> tuple[str, ...]:
         """The names of the grown model's new layers."""
-        return tuple(f"L{layer}" for layer in self.layers.added)
+        return tuple(_Part(layer).name(self.n_encoder_layers) for layer in self.layers.added)
 
     @property
     def new_heads(self) -> tuple[str, ...]:
         """The names of the grown model's new attention heads, including those in new layers."""
-        return tuple(name for name in self._names("H") if self.old_of(name) is None)
+        return tuple(name for x in "HC" for name in self._names(x) if self.old_of(name) is None)
 
     @property
     def new_neurons(self) -> tuple[str, ...]:
@@ -390,11 +441,13 @@ class Provenance:
         """Return a frame with one row for each layer, head and neuron of the grown model.
 
         Returns:
-            Columns `name`, `kind` ("layer", "head", "neuron"), `old` (the part's name in the old
-            model; missing if the part is new), `is_new`.
+            Columns `name`, `kind` ("layer", "head", "cross-attention head", "neuron"), `old` (the
+            part's name in the old model; missing if the part is new), `is_new`.
         """
-        names = [(f"L{layer}", "L") for layer in range(self.layers.size)]
-        names += [(name, letter) for letter in "HN" for name in self._names(letter)]
+        names = [
+            (_Part(layer).name(self.n_encoder_layers), "") for layer in range(self.layers.size)
+        ]
+        names += [(name, letter) for letter in "HCN" for name in self._names(letter)]
         old = [self.old_of(name) for name, _ in names]
         return pd.DataFrame(
             {
@@ -500,17 +553,10 @@ class Provenance:
         return tensor
 
     def _names(self, letter: str) -> list[str]:
-        layers = range(self.layers.size)
-        sizes = [self.sizes.get(Axis(_AXIS_OF[letter], layer), 0) for layer in layers]
-        return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
-
-    def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Return the head or neuron with this name (None if it names a layer), and its layer."""
-        if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
-            return None, int(layer[1])
-        head = HeadName.parse(name)
-        return head, head.layer
-
-
-def _axis(head: HeadName) -> Axis:
-    return Axis("head" if head.kind == "attention" else "d_mlp", head.layer)
+        n_encoder = self.n_encoder_layers
+        first = 0 if letter != "C" else n_encoder if n_encoder else self.layers.size
+        return [
+            _Part(layer, letter, index).name(n_encoder)
+            for layer in range(first, self.layers.size)
+            for index in range(self.sizes.get(Axis(_AXIS_OF[letter], layer), 0))
+        ]

@@ -36,9 +36,10 @@ from attn_only_lens.growth.expansion.expansion import (
     reasons_against_heads,
 )
 from attn_only_lens.growth.expansion.provenance import IndexMap
-from attn_only_lens.growth.expansion.weights import Axis, Constants, Weights, block_name
+from attn_only_lens.growth.expansion.weights import Axis, Constants, Stack, Weights, block_name
 
-_QUERIES, _KEYS = ("attn.W_Q", "attn.b_Q"), ("attn.W_K", "attn.b_K")
+_QUERIES = ("attn.W_Q", "attn.b_Q", "cross_attn.W_Q")
+_KEYS = ("attn.W_K", "attn.b_K", "cross_attn.W_K")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class WidenQueriesAndKeys(Expansion):
         layers: the layers to widen; None for all.
         heads: the heads to widen, in whole groups; None for all. In other heads, the new columns
             of W_Q and b_Q are zero too, and stay zero under gradient descent.
+        stack: "encoder" or "decoder", in which `layers` count from 0; None for both.
 
     Example:
         >>> from attn_only_lens import growth, load
@@ -65,12 +67,13 @@ class WidenQueriesAndKeys(Expansion):
     n: int
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
+    stack: Stack | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why the queries and keys cannot be widened."""
         constants = weights.constants
-        reasons = reasons_against_count(self.n, self.layers, weights)
-        reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
+        reasons = reasons_against_count(self.n, self.layers, weights, self.stack)
+        reasons = reasons or reasons_against_heads(self.heads, self.layers, weights, self.stack)
         if constants.rotary == "whole head" and is_count(self.n) and self.n % 2:
             reasons.append(
                 f"got n={self.n} coordinates to add to rotary heads; expected an even number, "
@@ -87,7 +90,8 @@ class WidenQueriesAndKeys(Expansion):
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for widening the queries and keys."""
-        layers, sizes, constants = layers_of(self.layers, weights), weights.sizes, weights.constants
+        layers = layers_of(self.layers, weights, self.stack)
+        sizes, constants = weights.sizes, weights.constants
         is_normed = constants.qk_norm is not None
         axes: dict[Axis, IndexMap] = {}
         scales: dict[str, float] = {}
@@ -97,7 +101,7 @@ class WidenQueriesAndKeys(Expansion):
             axes[axis] = self._places(sizes[axis], constants)
             factor = math.sqrt((sizes[axis] + self.n) / sizes[axis])
             key = factor if constants.scale is None else 1.0
-            by_tail = dict.fromkeys(("attn.W_K", "attn.b_K"), factor if is_normed else key)
+            by_tail = dict.fromkeys(_KEYS, factor if is_normed else key)
             seen = {"attn.hook_k": factor if is_normed else key, "attn.hook_rot_k": key}
             if is_normed:
                 by_tail |= dict.fromkeys(_QUERIES, factor)

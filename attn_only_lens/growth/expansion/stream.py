@@ -14,6 +14,8 @@ folded gains        (LNPre, RMSPre): the old rows of the weights that read the s
 norms of q and k    have the same ε, so queries and keys are multiplied by s to keep their output.
 scaled embeddings   (Gemma's factor √h becomes √ĥ): W_E is multiplied by s. If the unembedding is
                     W_E too, the last norm's gain corrects both.
+divided logits      (T5's factor 1/√h becomes 1/√ĥ): the last norm's gain keeps its values, because
+                    the factors s and 1/s of its scale cancel.
 a norm after        a sublayer: RMSNorm's gain is multiplied by s; without a gain, the model is
                     refused. LayerNorm after a sublayer is refused, because its output has a
                     nonzero mean; so is LayerNorm on the stream itself.
@@ -38,8 +40,8 @@ from attn_only_lens.growth.expansion.weights import (
 
 _BLOCK_READERS = {"attn.W_Q", "attn.W_K", "attn.W_V", "mlp.W_in", "mlp.W_gate"}
 _QUERIES_AND_KEYS = {"attn.W_Q", "attn.b_Q", "attn.W_K", "attn.b_K"}
-_BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
-_NORMS = {*_BLOCK_NORMS, "ln_final"}
+_BLOCK_NORMS = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
+_NORMS = {*_BLOCK_NORMS, "encoder_ln_final", "ln_final"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ class WidenStream(Expansion):
         """Return each tensor's factor, which compensates for factors 1/s of norms and √d_model."""
         constants = weights.constants
         twice = _scaled_twice(constants)
-        through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
+        through: set[str] = {f"{norm}.w" for norm in _NORMS}
+        if twice or constants.unembed_scaled:
+            through.remove("ln_final.w")
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
         if constants.norm in ("LNPre", "RMSPre"):

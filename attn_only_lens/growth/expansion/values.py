@@ -16,7 +16,10 @@ from attn_only_lens.growth.expansion.expansion import (
     reasons_against_heads,
 )
 from attn_only_lens.growth.expansion.provenance import IndexMap
-from attn_only_lens.growth.expansion.weights import Axis, Weights, block_name
+from attn_only_lens.growth.expansion.weights import Axis, Stack, Weights, block_name
+
+_READERS = ("attn.W_V", "attn.b_V", "cross_attn.W_V")
+_WRITERS = ("attn.W_O", "cross_attn.W_O")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class WidenValues(Expansion):
         n: how many coordinates to add to each head's value.
         layers: the layers to widen; None for all.
         heads: the query heads to widen, in whole groups; None for all.
+        stack: "encoder" or "decoder", in which `layers` count from 0; None for both.
 
     Example:
         >>> from attn_only_lens import growth, load
@@ -45,21 +49,22 @@ class WidenValues(Expansion):
     n: int
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
+    stack: Stack | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
         """Return every reason why the values cannot be widened."""
-        reasons = reasons_against_count(self.n, self.layers, weights)
-        return reasons or reasons_against_heads(self.heads, self.layers, weights)
+        reasons = reasons_against_count(self.n, self.layers, weights, self.stack)
+        return reasons or reasons_against_heads(self.heads, self.layers, weights, self.stack)
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for widening the values."""
-        layers, sizes = layers_of(self.layers, weights), weights.sizes
+        layers, sizes = layers_of(self.layers, weights, self.stack), weights.sizes
         axes = [Axis("d_value", layer) for layer in layers]
-        written = frozenset(block_name(layer, "attn.W_O") for layer in layers)
+        written = frozenset(block_name(layer, of) for layer in layers for of in _WRITERS)
         return Plan(
             axes={axis: IndexMap.append(sizes[axis], self.n) for axis in axes},
             zero=written,
             cancel=written,
             share=written if self.heads is None else frozenset(),
-            only=only_for(self.heads, layers, ("attn.W_V", "attn.b_V", "attn.W_O"), weights),
+            only=only_for(self.heads, layers, (*_READERS, *_WRITERS), weights),
         )

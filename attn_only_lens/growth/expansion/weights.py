@@ -12,6 +12,11 @@ d_value    a coordinate of values (v in the growth paper). TransformerLens uses 
 
 The axis `d_model` is common to all layers. Every other axis in this list belongs to one layer.
 
+In an encoder-decoder model, the layers of the encoder come first, then the layers of the decoder.
+Self-attention (`attn`) and cross-attention (`cross_attn`) of a layer have the same axes of heads.
+All layers of a stack share a table of relative positions, whose columns belong to the heads of the
+first layer.
+
 An `Identity` is a fingerprint of a model, which does not depend on the model's dtype, device or
 format. For each tensor w, it contains the norm ‖w‖ and a weighted sum s of the entries. The weight
 of an entry is a product of pseudorandom numbers r_a, one for each axis a:
@@ -40,15 +45,21 @@ from attn_only_lens.tolerances import rounding
 
 Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
 NormPlace: TypeAlias = Literal["before", "after", "both", "stream"]
+Stack: TypeAlias = Literal["encoder", "decoder"]
 
+_ATTENTION = {
+    "W_Q": ("head", "d_model", "d_query"),
+    "W_K": ("kv_head", "d_model", "d_query"),
+    "W_V": ("kv_head", "d_model", "d_value"),
+    "W_O": ("head", "d_value", "d_model"),
+}
 _AXES: dict[str, tuple[str, ...]] = {
     "embed.W_E": ("d_vocab", "d_model"),
     "pos_embed.W_pos": ("pos", "d_model"),
     "token_type_embed.W_token_type": ("token_type", "d_model"),
-    "attn.W_Q": ("head", "d_model", "d_query"),
-    "attn.W_K": ("kv_head", "d_model", "d_query"),
-    "attn.W_V": ("kv_head", "d_model", "d_value"),
-    "attn.W_O": ("head", "d_value", "d_model"),
+    "pos_bias.encoder": ("bucket", "head"),
+    "pos_bias.decoder": ("bucket", "head"),
+    **{f"{of}.{name}": x for of in ("attn", "cross_attn") for name, x in _ATTENTION.items()},
     "attn.b_Q": ("head", "d_query"),
     "attn.b_K": ("kv_head", "d_query"),
     "attn.b_V": ("kv_head", "d_value"),
@@ -68,7 +79,10 @@ _AXES: dict[str, tuple[str, ...]] = {
     "unembed.b_U": ("d_vocab_out",),
     **{
         f"{norm}.{part}": ("d_model",)
-        for norm in ("embed_ln", "ln1", "ln2", "ln1_post", "ln2_post", "ln_final")
+        for norm in (
+            *("embed_ln", "ln1", "ln2", "ln3", "ln1_post", "ln2_post", "encoder_ln_final"),
+            "ln_final",
+        )
         for part in ("w", "b")
     },
 }
@@ -76,11 +90,15 @@ _ALL_HEADS = {  # one norm acts on the queries of all heads, a second norm on th
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
+_OF_FIRST_LAYER: dict[str, Stack] = {"pos_bias.encoder": "encoder", "pos_bias.decoder": "decoder"}
 WRITERS = frozenset(
-    {"embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"}
+    {
+        *("embed.W_E", "pos_embed.W_pos", "attn.W_O", "attn.b_O", "cross_attn.W_O"),
+        *("mlp.W_out", "mlp.b_out"),
+    }
 )
 """The tails of tensors that write to the residual stream ("shortformer" positions do not)."""
-_OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type"})
+_OF_MODEL = frozenset({"d_vocab", "d_vocab_out", "d_model", "pos", "token_type", "bucket"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _GOLDEN = (math.sqrt(5) + 1) / 2
 _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
@@ -123,6 +141,8 @@ def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
     labels = _AXES[of]
     if constants.qk_norm == "all heads" and of in _ALL_HEADS:
         labels = _ALL_HEADS[of]
+    if of in _OF_FIRST_LAYER:
+        layer = constants.layers_in(_OF_FIRST_LAYER[of]).start
     return tuple(Axis(label, None if label in _OF_MODEL else layer) for label in labels)
 
 
@@ -132,6 +152,8 @@ class Constants:
 
     Attributes:
         n_layers: how many blocks.
+        n_encoder_layers: how many of the blocks, the first ones, are an encoder; 0 if the model has
+            one stack.
         norm: the kind of the norms in the blocks. Kinds that end in "Pre" have a folded gain.
         final_norm: the norm before the unembedding.
         norm_place: where a sublayer f has its norms: "before" is x + f(norm(x)); "after" is
@@ -142,7 +164,7 @@ class Constants:
         scale: divisor of attention scores; None for the layer's √d_query.
         scale_by_layer: whether scores are also divided by layer + 1.
         positions: "standard" (added to the stream), "shortformer" (added to the inputs of queries
-            and keys), "rotary", "alibi", …
+            and keys), "rotary", "alibi", "relative" (each stack has a table of biases), …
         rotary: whether rotary positions rotate a fixed number of coordinates (the first ones), or
             a whole head (coordinate i with i + d_query / 2).
         qk_norm: whether queries and keys are normalized, per head or over all heads as one vector.
@@ -150,11 +172,13 @@ class Constants:
             None.
         attn_types: the kind of attention of each layer ("global", "local"); None if all are alike.
         tied: whether the unembedding and the embedding are one matrix.
+        unembed_scaled: whether the last norm's output is divided by √d_model.
         pointwise: whether the activation function acts on each neuron alone; None without MLPs.
         grouped: whether heads may share keys and values.
         grouped_by_head: whether hook points of keys and values have an entry for every head even
             if heads share them.
-        init: TransformerLens' `init_mode`, and its gain (for "gpt2", the standard deviation).
+        init: TransformerLens' `init_mode`, or "T5", and its gain (for "gpt2", the standard
+            deviation).
     """
 
     n_layers: int
@@ -172,10 +196,25 @@ class Constants:
     clip_qkv: float | None = None
     attn_types: tuple[str, ...] | None = None
     tied: bool = False
+    unembed_scaled: bool = False
     pointwise: bool | None = True
     grouped: bool = False
     grouped_by_head: bool = False
     init: tuple[str, float] = ("gpt2", 0.02)
+    n_encoder_layers: int = 0
+
+    def layers_in(self, stack: Stack | None) -> range:
+        """Return the layers of a stack; all layers for None."""
+        first = self.n_encoder_layers if stack == "decoder" else 0
+        return range(first, self.n_encoder_layers if stack == "encoder" else self.n_layers)
+
+    @property
+    def stacks(self) -> dict[Stack | None, range]:
+        """The layers of each stack, by name; the name is None if there is only one stack."""
+        names: tuple[Stack | None, ...] = (None,)
+        if self.n_encoder_layers:
+            names = ("encoder", "decoder")
+        return {name: self.layers_in(name) for name in names}
 
 
 @dataclass(frozen=True)

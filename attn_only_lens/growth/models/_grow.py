@@ -16,7 +16,13 @@ from attn_only_lens.arguments import POSITIVE, a_type, as_plain
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth.expansion.expansion import Expansion, compose, reasons_against_bytes
+from attn_only_lens.growth.expansion.expansion import (
+    Expansion,
+    ExpansionSequence,
+    PaddedExpansion,
+    compose,
+    reasons_against_bytes,
+)
 from attn_only_lens.growth.expansion.heads import AddHeads
 from attn_only_lens.growth.expansion.initialise import Initialiser, own
 from attn_only_lens.growth.expansion.layers import InsertLayer
@@ -26,6 +32,7 @@ from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
 from attn_only_lens.growth.expansion.stream import WidenStream
 from attn_only_lens.growth.expansion.values import WidenValues
 from attn_only_lens.growth.expansion.weights import Axis, Identity, Weights, identity_of, in_layer
+from attn_only_lens.growth.models.encoder_decoder import ENCODER_DECODERS, EncoderDecoderBridge
 from attn_only_lens.growth.models.growable import Growable
 from attn_only_lens.growth.models.grown_folder import save_pretrained
 from attn_only_lens.growth.models.hooked import HookedModel
@@ -36,7 +43,10 @@ from attn_only_lens.growth.models.two_blocks import ConvertedModel
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.storage import tensor_digest
 
-_KINDS: tuple[type[Growable], ...] = (HookedModel, ConvertedModel, NativeBridge, HuggingFaceBridge)
+_KINDS: tuple[type[Growable], ...] = (
+    *(HookedModel, ConvertedModel, NativeBridge, HuggingFaceBridge),
+    EncoderDecoderBridge,
+)
 _UNTIED = "untied: the embedding and the unembedding were one matrix; a wider stream needs two"
 _CENTRED = (
     "centred: all weights that write to the residual stream lost their mean over d_model, which "
@@ -141,10 +151,11 @@ class Grown:
         """Write the grown model with its current weights to a folder, completely or not at all.
 
         For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
-        (BERT: `AutoModelForMaskedLM`) loads the saved model. For a HookedTransformer, the folder
-        has `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of
-        every file except `README.md`, a model card for the Hugging Face hub; a card that is there
-        is kept. After more training, call this method again; do not overwrite only the weights.
+        loads the saved model (BERT: `AutoModelForMaskedLM`, T5: `AutoModelForSeq2SeqLM`). For a
+        HookedTransformer, the folder has `config.json`, `model.safetensors` and `tokenizer/`.
+        `provenance.json` has a digest of every file except `README.md`, a model card for the
+        Hugging Face hub; a card that is there is kept. After more training, call this method again;
+        do not overwrite only the weights.
 
         Args:
             folder: path of the folder. A grown model in the folder is replaced. A folder with other
@@ -203,7 +214,8 @@ def grow(
         seed: the seed for `init`.
         **sizes: of the grown model: `d_mlp`, neurons in every layer; `n_heads`, attention heads in
             every layer; `d_head`, the width of queries, keys and values; `d_model`, the width of
-            the residual stream; `n_layers`, where new layers come last.
+            the residual stream; `n_layers`, where new layers come last. In an encoder-decoder
+            model, both stacks grow; to grow one stack, pass an expansion with `stack=`.
 
     Returns:
         An object with `model`, the grown model, on the device and in the dtype of the original,
@@ -245,6 +257,9 @@ def grow(
             originals[name] = tensor.clone(), tensor_digest([(name, part)])
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
+    if isinstance(expansion, PaddedExpansion):
+        padding = ", ".join(map(repr, expansion.padding.steps))
+        notes.append(f"padded: {growable.padded_because}: {padding}")
     if error is not None:
         notes.append(
             f"rounded: weights that growth scaled were rounded once to half precision; the largest "
@@ -281,6 +296,7 @@ def _checked_expansion(
     odd += [f"got {a_type(x)}; expected an expansion from attn_only_lens.growth" for x in wrong[:1]]
     if odd:
         raise GrowthError([*reasons, *odd])
+    chosen: Expansion
     if expansion is None:
         chosen, impossible = _expansion_to(weights, asked)
         reasons += impossible
@@ -289,6 +305,9 @@ def _checked_expansion(
     against = chosen.reasons_against(weights)
     if not against:
         sketch, _ = chosen.expand(weights.sketch(), own(), 0)
+        if growable.padded_because and (padding := _padding(sketch)).steps:
+            chosen = PaddedExpansion(chosen, padding)
+            sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         against = growable.reasons_against_weights(sketch)
     GrowthError.raise_if([*reasons, *against])
     return chosen
@@ -317,41 +336,53 @@ _BY_LAYER = (
 )
 
 
-def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
+def _padding(weights: Weights) -> ExpansionSequence:
+    """Return the expansion to the largest sizes of any layer, with one width of heads."""
+    largest: defaultdict[str, int] = defaultdict(int)
+    sizes = weights.sizes
+    for name, label, _ in _BY_LAYER:
+        largest[name] = max(largest[name], *(sizes[axis] for axis in sizes if axis.label == label))
+    return _expansion_to(weights, largest)[0]
+
+
+def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[ExpansionSequence, list[str]]:
     """Return the expansion to the given sizes, and every reason why the sizes are impossible."""
     steps: list[Expansion] = []
     reasons: list[str] = []
-    sizes, n_layers = weights.sizes, weights.constants.n_layers
+    sizes, stacks = weights.sizes, weights.constants.stacks
 
-    def missing(name: str, had: int) -> int:
+    def missing(name: str, had: int, owner: str = "model") -> int:
         if asked[name] < had:
             reasons.append(
-                f"got {name}={asked[name]}, but the model has {had}; expected at least {had}"
+                f"got {name}={asked[name]}, but the {owner} has {had}; expected at least {had}"
             )
         return asked[name] - had
 
     for name, label, expansion in _BY_LAYER:
-        if name in asked:
+        for stack, all_layers in stacks.items() if name in asked else ():
             layers_by_n = defaultdict(list)
-            for layer in range(n_layers):
-                layers_by_n[missing(name, sizes.get(Axis(label, layer), 0))].append(layer)
-            steps += [expansion(n, layers) for n, layers in layers_by_n.items() if n > 0]
+            for index, layer in enumerate(all_layers):
+                layers_by_n[missing(name, sizes.get(Axis(label, layer), 0))].append(index)
+            steps += [
+                expansion(n, layers, stack=stack) for n, layers in layers_by_n.items() if n > 0
+            ]
     if "d_model" in asked:
         n = missing("d_model", sizes[Axis("d_model")])
         steps += [WidenStream(n)] if n > 0 else []
-    if "n_layers" in asked:
-        n = missing("n_layers", n_layers)
-        last = (item for name, item in weights.tensors.items() if in_layer(name) == n_layers - 1)
+    for stack, layers in stacks.items() if "n_layers" in asked else ():
+        n = missing("n_layers", len(layers), stack or "model")
+        last = (item for name, item in weights.tensors.items() if in_layer(name) == layers[-1])
         too_many = reasons_against_bytes(n * sum(x.numel() * x.element_size() for x in last))
         reasons += too_many
-        steps += [] if too_many else map(InsertLayer, range(n_layers, n_layers + n))
+        new = range(len(layers), len(layers) + n) if not too_many else ()
+        steps += [InsertLayer(at, stack=stack) for at in new]
     if not steps and not reasons:
         reasons.append(f"got {asked}, which are the current sizes; pass at least one larger size")
     return compose(*steps), list(dict.fromkeys(reasons))
 
 
 def read(model: Any) -> Weights:
-    """Return a model's weights as `attn_only_lens.growth.Weights`, without copying tensors.
+    """Return a model's weights as `Weights`, without copying tensors.
 
     Raises:
         GrowthError: the model cannot be grown.
@@ -405,7 +436,7 @@ def growable_of(model: Any) -> Growable:
         [
             f"got {got}; expected a HookedTransformer, a model that convert made from one, a "
             "TransformerBridge from boot_native, or a TransformerBridge around a transformers "
-            f"model with one of these model types: {', '.join(FAMILIES)}"
+            f"model with one of these model types: {', '.join([*FAMILIES, *ENCODER_DECODERS])}"
         ]
     )
 

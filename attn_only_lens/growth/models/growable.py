@@ -47,6 +47,8 @@ class Growable(ABC):
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
+    padded_because: str = ""
+    """Why smaller layers get units of zeros, if one configuration describes all layers."""
     _instead = ""
 
     def __init__(self, model: Any) -> None:

@@ -145,7 +145,7 @@ class HuggingFaceBridge(BridgeModel):
         if reasons:
             return reasons
         named = self._named_by_transformers()
-        unknown = [name for name in named if self._rule(name) not in self._rules]
+        unknown = [name for name in named if not self._is_known(name)]
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
@@ -226,14 +226,15 @@ class HuggingFaceBridge(BridgeModel):
             for key, value in others.items():
                 if key in usual and usual[key] != value:
                     setattr(model.cfg, key, value)
+        frozen, new = self.frozen(), type(self)(model)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
             if isinstance(part, nn.Dropout):  # the user may have changed the dropout probability p
-                like = self._with_layer(
-                    name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
-                )
-                part.p = old_modules[like].p
-        frozen, new = self.frozen(), HuggingFaceBridge(model)
+
+                def layer_of(layer: int) -> int:
+                    return in_layer(source_of(block_name(layer, "attn"))) or 0
+
+                part.p = old_modules[self._old_path(name, layer_of, new)].p
         named, beside = new.named_parameters(), self._beside()
         for name, layout in new.parameters().items():
             named[name].requires_grad_(source_of(layout.name) not in frozen)
@@ -319,11 +320,16 @@ class HuggingFaceBridge(BridgeModel):
         try:
             for module in in_training:
                 module.training = False
-            logits = model(tokens)
+            logits = self._logits(model, tokens)
         finally:
             for module in in_training:
                 module.training = True
-        return to_float64_device(getattr(logits, "logits", logits)).double()
+        return to_float64_device(logits).double()
+
+    def _logits(self, model: Any, tokens: Tensor) -> Tensor:
+        """Run a bridge or a transformers model."""
+        logits: Any = model(tokens)
+        return getattr(logits, "logits", logits)
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
         """Return the configuration of a model with the given weights."""
@@ -402,6 +408,16 @@ class HuggingFaceBridge(BridgeModel):
         """Apply `change` to the layer index in a path of the wrapped model."""
         blocks = re.escape(self._path("blocks"))
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
+
+    def _old_path(
+        self, path: str, old_layer: Callable[[int], int], grown: "HuggingFaceBridge"
+    ) -> str:
+        """Return the path, in this model, of the module from which a grown model's one is made."""
+        return self._with_layer(path, lambda layer: str(old_layer(layer)))
+
+    def _is_known(self, name: str) -> bool:
+        """Return whether growth knows a parameter, by its name in transformers."""
+        return self._rule(name) in self._rules
 
     def _rule(self, name: str) -> str:
         """Return a parameter's name with {} in place of the layer index."""
