@@ -8,10 +8,8 @@ __all__ = [
     "AttnOnlyLensError",
     "CheckpointError",
     "ComparisonError",
-    "GrowthError",
     "InputError",
     "InputWarning",
-    "UnknownHeadError",
     "UnsupportedCallError",
     "UnsupportedModelError",
 ]
@@ -21,14 +19,16 @@ class AttnOnlyLensError(Exception):
     """The base class of all errors that this package raises deliberately.
 
     Example:
-        >>> from attn_only_lens.errors import AttnOnlyLensError, UnknownHeadError
-        >>> issubclass(UnknownHeadError, AttnOnlyLensError)
+        >>> from attn_only_lens.errors import AttnOnlyLensError, InputError
+        >>> issubclass(InputError, AttnOnlyLensError)
         True
     """
 
 
 class InputError(AttnOnlyLensError, ValueError):
-    """Prompts, sites, weights or options are invalid; the error lists every reason at once.
+    """Prompts, names, weights or options are invalid; the error lists every reason at once.
+
+    A model that cannot be grown, and a head that the model does not have, are such errors, too.
 
     Attributes:
         reasons: every reason to refuse the input.
@@ -103,22 +103,6 @@ class ComparisonError(InputError):
     so_far: Any = None
 
 
-class GrowthError(InputError):
-    """A model cannot be grown this way: its outputs would change, or the step could not be undone.
-
-    Example:
-        >>> from attn_only_lens.errors import GrowthError
-        >>> print(GrowthError(["got d_mlp=5; it has 512 already"]))
-        this model cannot be grown like this:
-          - got d_mlp=5; it has 512 already
-    """
-
-    def __init__(
-        self, reasons: Sequence[str], problem: str = "this model cannot be grown like this"
-    ) -> None:
-        super().__init__(reasons, problem)
-
-
 class UnsupportedModelError(InputError):
     """A model cannot be converted or analysed exactly; the model is left unchanged.
 
@@ -147,20 +131,6 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
         ...     converted.W_Q
         ... except UnsupportedCallError as error:
         ...     print("neuron_heads.W_Q" in str(error))
-        True
-    """
-
-
-class UnknownHeadError(AttnOnlyLensError, ValueError):
-    """A head name does not have the form `L5H3` or `L5N1234`, or the model has no such head.
-
-    Example:
-        >>> from attn_only_lens import HeadName
-        >>> from attn_only_lens.errors import UnknownHeadError
-        >>> try:
-        ...     HeadName.parse("5.3")
-        ... except UnknownHeadError as error:
-        ...     print("L5H3" in str(error))
         True
     """
 

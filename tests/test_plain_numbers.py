@@ -14,7 +14,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.positions import resolve_positions
-from attn_only_lens.errors import GrowthError, InputError, UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.patching.run_patches import Batching
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_one_number(pair, kind):
 
 @pytest.mark.parametrize("size", [8.5, True, float("nan")])
 def test_sizes_that_are_none(size):
-    with pytest.raises(GrowthError, match=r"got d_mlp=.*expected a whole number, 1 or more"):
+    with pytest.raises(InputError, match=r"got d_mlp=.*expected a whole number, 1 or more"):
         grow(bridges.boot("native"), d_mlp=size)
 
 
@@ -123,7 +123,7 @@ def test_weights_that_are_not_finite_are_named(value, dtype):
     for act, error in (
         (lambda: expose_neuron_heads(bridge), UnsupportedModelError),
         (lambda: bridges.exposed_copy(bridge), UnsupportedModelError),
-        (lambda: grow(bridge, d_mlp=D_MLP + 4), GrowthError),
+        (lambda: grow(bridge, d_mlp=D_MLP + 4), InputError),
     ):
         with pytest.raises(error) as caught:
             act()

@@ -39,7 +39,7 @@ from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, StopForward, float32_runs, run_blocks
 from attn_only_lens.engine.sites import Sites, resolve_sites
 from attn_only_lens.engine.writes import Decomposition
-from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.precision import full_precision
@@ -88,7 +88,7 @@ def score_sources(
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
             prompt, too many pairs, unsupported norms or matrices.
-        UnknownHeadError: the model has no such head, or `name` is a skip node or an error node.
+        InputError: the model has no such head, or `name` is a skip node or an error node.
         UnsupportedModelError: the shares do not add up.
 
     Example:
@@ -110,10 +110,11 @@ def score_sources(
     head = name if isinstance(name, HeadName) else HeadName.parse(name)
     head.require_in(model)
     if head.kind in WIDE_KINDS:
-        raise UnknownHeadError(
+        reason = (
             f"got {head}, one of the {HEAD_PLURALS[head.kind]}, which have no score; expected an "
             "attention head, a neuron or a feature"
         )
+        raise InputError([reason], _PROBLEM)
     pair = single_prompts(model, prompt)
     n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.engine.positions import Positions
-from attn_only_lens.errors import InputError, UnknownHeadError
+from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
 from attn_only_lens.heads.names import head_counts, unreadable_name
@@ -280,7 +280,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     for site in sites:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)
-        except UnknownHeadError:
+        except InputError:
             is_word = str(site).isalpha()
             reasons.append(
                 f"got {site!r}; {expected}" if is_word else unreadable_name(site, transcoders)
@@ -288,8 +288,8 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
             continue
         try:
             name.require_among(layers)
-        except UnknownHeadError as error:
-            reasons.append(str(error))
+        except InputError as error:
+            reasons += error.reasons
         else:
             names.append(name)
     repeated = [str(name) for name, count in Counter(names).items() if count > 1]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from attn_only_lens.arguments import NAME, a_type
-from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import (
     HEAD_PLURALS,
     POINTS,
@@ -34,6 +34,7 @@ _LETTER: dict[HeadKind, str] = {
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 HeadCounts: TypeAlias = dict[HeadKind, int]
 """The number of heads of each kind in a layer."""
+NO_HEAD = "there is no such head"
 _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
@@ -61,10 +62,10 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
+        """Parse `L5H3`, `L5N1234`, `L5F7` or `L5E`; raise InputError for other strings."""
         match = NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise UnknownHeadError(unreadable_name(text))
+            raise InputError([unreadable_name(text)], NO_HEAD)
         layer, wide, letter, index = match.groups()
         return cls(int(layer), _KIND[wide or letter], int(index or 0))
 
@@ -84,7 +85,7 @@ class HeadName:
                 model without neuron-heads.
 
         Raises:
-            UnknownHeadError: the model has no such head, or heads have no such hook point.
+            InputError: the model has no such head, or heads have no such hook point.
             UnsupportedCallError: `model` is not a model, or was returned by `to_stock`; or the
                 model has no neuron-heads, or no such hook point.
 
@@ -99,7 +100,7 @@ class HeadName:
             'blocks.0.attn.hook_z'
         """
         if point not in POINTS:
-            raise UnknownHeadError(f"got point={point!r}; expected one of {', '.join(POINTS)}")
+            raise InputError([f"got point={point!r}; expected one of {', '.join(POINTS)}"], NO_HEAD)
         self.require_in(model)
         if has_neuron_heads(model):
             name = host_of(model).hook_name(self.layer, self.kind, point)
@@ -124,7 +125,7 @@ class HeadName:
             model: a model that `convert` returned, or a model with exposed neuron-heads.
 
         Raises:
-            UnknownHeadError: the model has no such head.
+            InputError: the model has no such head.
             UnsupportedCallError: the model has no neuron-heads.
 
         Example:
@@ -151,16 +152,16 @@ class HeadName:
         self.require_among([{"attention": model.cfg.n_heads}] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if this head is not among the given head counts."""
+        """Raise InputError if this head is not among the given head counts."""
         if not 0 <= self.layer < len(layers):
-            raise UnknownHeadError(
-                f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
+            raise InputError(
+                [f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"], NO_HEAD
             )
         counts = layers[self.layer]
         if not 0 <= self.index < counts.get(self.kind, 0):
             kinds = [self.kind] if self.kind in counts else counts
             has = " and ".join(f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds)
-            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {has}")
+            raise InputError([f"got {str(self)!r}; layer {self.layer} has {has}"], NO_HEAD)
 
     def __str__(self) -> str:
         index = "" if self.kind in WIDE_KINDS else self.index

@@ -9,7 +9,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import BIAS, SELF
-from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.heads.host import (
     HEAD_PLURALS,
     NEURON_KINDS,
@@ -19,6 +19,8 @@ from attn_only_lens.heads.host import (
     host_of,
 )
 from attn_only_lens.heads.names import HeadName
+
+_PROBLEM = "this is no neuron-head"
 
 
 def neuron_pattern(
@@ -40,7 +42,7 @@ def neuron_pattern(
         column.
 
     Raises:
-        UnknownHeadError: the name is malformed, names an attention head, or is not in the model.
+        InputError: the name is malformed, names an attention head, or is not in the model.
         UnsupportedCallError: the cache comes from a model without neuron-heads, lacks this pattern,
             or was made when the neurons had another number of heads.
 
@@ -67,17 +69,19 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind in WIDE_KINDS:
-        raise UnknownHeadError(
+        reason = (
             f"got {name!r}, one of the {HEAD_PLURALS[head.kind]}, which have no gate and no "
             f"pattern; expected a neuron-head such as 'L{head.layer}N7' or 'L{head.layer}F7'"
         )
+        raise InputError([reason], _PROBLEM)
     if head.kind not in NEURON_KINDS:
         exposed = has_neuron_heads(model)
         block = host_of(model).block(head.layer, head.kind) if exposed else head.layer
-        raise UnknownHeadError(
+        reason = (
             f"got {name!r}, an attention head; expected a neuron-head such as "
             f"'L{head.layer}N{head.index}'. For attention heads use cache['pattern', {block}]"
         )
+        raise InputError([reason], _PROBLEM)
     require_neuron_heads(cache)
     head.require_in(model)
     return head

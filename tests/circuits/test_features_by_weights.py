@@ -7,7 +7,7 @@ from patched_runs import node_outputs, others_held
 
 from attn_only_lens import Contrast, circuits, explain
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError, UnknownHeadError
+from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
 
@@ -88,7 +88,7 @@ def test_sources_of_a_feature_include_errors(model):
     for name, written in (("L1E", cache["blocks.1.mlp.hook_error"][0, -1, 0]), ("L1S", skip)):
         assert shares[name] == pytest.approx(float(written @ read), rel=1e-3, abs=1e-5)
     for name in ("L3E", "L1S"):
-        with pytest.raises(UnknownHeadError, match=WIDE):
+        with pytest.raises(InputError, match=WIDE):
             circuits.score_sources(model, PAIR[0], name)
 
 

@@ -34,7 +34,7 @@ from attn_only_lens import (
     load,
     save,
 )
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 from attn_only_lens.models.source_folder import load_source
@@ -104,7 +104,7 @@ def test_exact_or_refused_and_the_same_after_conversion(family):
     before = state(model), state(converted)
     if refused:
         for kind in (model, converted):
-            with pytest.raises(GrowthError) as error:
+            with pytest.raises(InputError) as error:
                 grow(kind, [*by_name.values()])
             for text in refused.values():  # all reasons in one error
                 assert text in str(error.value)
@@ -227,7 +227,7 @@ def test_some_layers_only(tmp_path):
     # Control: a required zero is not zero.
     again.model.blocks[1].attn.W_out[-1] += torch.randn_like(again.model.blocks[1].attn.W_out[-1])
     assert relative(again.model(tokens()), converted(tokens())) > 1e-4
-    with pytest.raises(GrowthError, match=r"blocks.0.mlp.W_out: entries that were zero"):
+    with pytest.raises(InputError, match=r"blocks.0.mlp.W_out: entries that were zero"):
         again.shrink()
 
 
@@ -251,7 +251,7 @@ def test_values_and_keys_apart():
 @torch.no_grad()
 def test_layers_that_differ_are_brought_to_one_size():
     model, _ = uneven("llama", widths=True)
-    with pytest.raises(GrowthError, match="got n_heads=6, but the model has 9"):
+    with pytest.raises(InputError, match="got n_heads=6, but the model has 9"):
         grow(model, n_heads=6)
     before = model(tokens())
     grown = grow(model, d_mlp=41, n_heads=12, d_head=16, n_layers=4, seed=1)
@@ -281,14 +281,14 @@ def test_bilinear_gates():
 @torch.no_grad()
 def test_refused_with_all_reasons():
     converted = convert(build("grouped"))
-    with pytest.raises(GrowthError, match="expected a multiple of 3"):
+    with pytest.raises(InputError, match="expected a multiple of 3"):
         grow(converted, growth.AddHeads(2, layers=[1]))
     odd = convert(build("gelu"))
     odd.blocks[0].attn.attn_scale = 5.0
     odd.blocks[3].attn.b_out = odd.blocks[1].attn.b_out
     odd.blocks[5].attn.forward = lambda x: x
     odd.blocks[3].ln1 = torch.nn.Identity()
-    with pytest.raises(GrowthError) as refused:
+    with pytest.raises(InputError) as refused:
         grow(odd, d_mlp=41)
     text = str(refused.value)
     assert "blocks.0.attn.attn_scale is 5.0" in text
@@ -296,12 +296,12 @@ def test_refused_with_all_reasons():
     assert "forward was replaced on blocks.5.attn" in text
     assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
     model = build("gelu")
-    with pytest.raises(GrowthError, match=r"differ in d_mlp.*convert\(model\) first"):
+    with pytest.raises(InputError, match=r"differ in d_mlp.*convert\(model\) first"):
         grow(model, growth.AddNeurons(5, layers=[1]))
     model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value)
     model.blocks[1].mlp.W_out = model.blocks[0].mlp.W_out
     model.blocks[0].ln2 = LayerNormPre(model.cfg)
-    with pytest.raises(GrowthError, match="ln2 is a LayerNormPre; the configuration") as refused:
+    with pytest.raises(InputError, match="ln2 is a LayerNormPre; the configuration") as refused:
         grow(model, d_mlp=41)
     assert len(refused.value.reasons) == 3
 
@@ -317,5 +317,5 @@ def test_attention_only_models():
 def test_t5_needs_version_4():
     config = transformers.T5Config(vocab_size=D_VOCAB, d_model=23, num_layers=1, num_heads=3)
     bridge = bridged(transformers.T5ForConditionalGeneration(config))
-    with pytest.raises(GrowthError, match="cannot run T5"):
+    with pytest.raises(InputError, match="cannot run T5"):
         grow(bridge, d_mlp=41)

@@ -24,7 +24,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
@@ -139,7 +139,7 @@ def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(monkeypat
         return config
 
     monkeypatch.setattr(HuggingFaceBridge, "grown_config", broken)
-    with pytest.raises(GrowthError, match="logits would differ"):
+    with pytest.raises(InputError, match="logits would differ"):
         grow(boot("llama"), STEPS["d_head"])
 
 
@@ -202,7 +202,7 @@ def test_sizes_that_no_configuration_has_are_in_our_own_folder(name, step, reaso
     grown = grow(bridge, step, seed=1)
     logits = grown.model(tokens)
     assert relative(logits, bridge(tokens)) < FLOAT32
-    with pytest.raises(GrowthError, match=reason):
+    with pytest.raises(InputError, match=reason):
         grown.save_pretrained(tmp_path / "grown")
     assert not (tmp_path / "grown").exists()
     with expose_neuron_heads(grown.model):
@@ -270,7 +270,7 @@ def test_training_goes_on(name, tmp_path):
     assert read(grown.model).tensors["blocks.0.mlp.W_out"][-1].any()  # new parts learn
     fits = grow(grown.model, d_model=80)  # a configuration allows these sizes
     if HAS_HOOKED_TRANSFORMER:  # 3.9 gives the unembedding a bias, which was trained
-        with pytest.raises(GrowthError, match=r"unembed\.b_U is not zero"):
+        with pytest.raises(InputError, match=r"unembed\.b_U is not zero"):
             fits.save_pretrained(tmp_path / "grown")
         read(fits.model).tensors["unembed.b_U"].zero_()
     folder = fits.save_pretrained(tmp_path / "grown")  # joint matrices hold the trained weights

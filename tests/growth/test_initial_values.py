@@ -17,7 +17,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.tools.gradmax import GradMax, gradient_products
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.activations import activation_map
 from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.initialise import _Splits
@@ -223,7 +223,7 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
     grown = grow(model, NEURONS, init=PAIRED[init])
     read(grown.model).tensors["blocks.1.mlp.W_in"][3, 39] += 1e-3
     assert relative(grown.model(tokens()), model(tokens())) > 1e-6
-    with pytest.raises(GrowthError, match="were equal or opposite") as error:
+    with pytest.raises(InputError, match="were equal or opposite") as error:
         grown.shrink()
     assert [reason.split(":")[0] for reason in error.value.reasons] == ["blocks.1.mlp.W_in"]
     assert same_bits(grown.shrink(drop_new=True), model)  # nothing else was changed

@@ -17,7 +17,7 @@ from growing import (
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.models._grow import read
 
 pytestmark = pytest.mark.numeric
@@ -139,7 +139,7 @@ def test_a_trained_model_is_shrunk_only_if_asked():
     grown = grow(bridge, all_steps(bridge))
     loss(grown.model).backward()
     torch.optim.SGD(grown.model.parameters(), lr=1e-2).step()
-    with pytest.raises(GrowthError) as error:
+    with pytest.raises(InputError) as error:
         grown.shrink()
     for name in ("blocks.0.mlp.W_out", "blocks.0.attn.W_O", "blocks.1.mlp.b_out", "embed.W_E"):
         assert any(reason.startswith(f"{name}:") for reason in error.value.reasons), name

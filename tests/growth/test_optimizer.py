@@ -9,7 +9,7 @@ from common import D_VOCAB, relative
 from growing import in_float64, largest_difference, loss, native, training_step
 
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.initialise import _Splits
 from attn_only_lens.growth.models._grow import growable_of
 
@@ -127,9 +127,9 @@ def test_groups_keep_their_settings_frozen_parameters_stay_out_and_the_old_one_i
 def test_other_optimizers_and_other_models_are_refused():
     model, optimizer = trained(n_steps=1)
     grown = grow(model, d_mlp=41)
-    with pytest.raises(GrowthError, match="expected one of torch's SGD, Adam, AdamW"):
+    with pytest.raises(InputError, match="expected one of torch's SGD, Adam, AdamW"):
         grown.optimizer(torch.optim.Adagrad(model.parameters()), model)
-    with pytest.raises(GrowthError, match="do not belong to the model"):
+    with pytest.raises(InputError, match="do not belong to the model"):
         grown.optimizer(optimizer, native("rms"))
 
 

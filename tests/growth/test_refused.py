@@ -8,7 +8,7 @@ from common import tokens
 from growing import native, same_bits
 
 from attn_only_lens import grow, growth
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.expansion import compose
 
 MODELS = {name: lambda name=name: native(name) for name in ("ln", "grouped", "attention_only")}
@@ -51,7 +51,7 @@ def models():
 @pytest.mark.parametrize(("name", "request_", "reasons"), REQUESTS)
 def test_impossible_requests(name, request_, reasons, models):
     model, twin = models(name)
-    with pytest.raises(GrowthError) as error:
+    with pytest.raises(InputError) as error:
         grow(model, **request_ if isinstance(request_, dict) else {"expansion": request_})
     for reason in reasons:
         assert reason in str(error.value)
@@ -65,7 +65,7 @@ def test_all_reasons_of_all_steps_at_once():
         growth.AddNeurons(1),
         growth.InsertLayer(9),
     )
-    with pytest.raises(GrowthError) as error:
+    with pytest.raises(InputError) as error:
         grow(native(), [compose(*steps[:2]), *steps[2:]])
     assert len(error.value.reasons) == 3
     for reason in ("AddHeads: ", "WidenQueriesAndKeys: ", "InsertLayer: got at=9"):
@@ -144,7 +144,7 @@ ODD_MODELS = [
 
 @pytest.mark.parametrize(("make", "reason"), ODD_MODELS)
 def test_models_that_are_not_plain(make, reason):
-    with pytest.raises(GrowthError, match=reason):
+    with pytest.raises(InputError, match=reason):
         grow(make(), n_heads=4, d_head=20)
 
 

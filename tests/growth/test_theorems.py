@@ -15,7 +15,7 @@ from growing import SIZES, evaluate, native, random_weights
 from torch.nn import functional
 
 from attn_only_lens import growth
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.models._grow import read
 
@@ -57,7 +57,7 @@ REFUSED = {("clipped", "3.4"): "bounds keys"}
 def test_the_function_stays(variant, theorem):
     weights = random_weights(**VARIANTS[variant])
     if reason := REFUSED.get((variant, theorem if theorem != "all" else "3.4")):
-        with pytest.raises(GrowthError, match=reason):
+        with pytest.raises(InputError, match=reason):
             STEPS[theorem](weights)
         return
     grown, provenance = STEPS[theorem](weights, LARGE)
@@ -180,7 +180,7 @@ def test_a_copied_layer():
     ],
 )
 def test_what_a_theorem_does_not_cover_is_refused(theorem, constants, reason):
-    with pytest.raises(GrowthError, match=reason):
+    with pytest.raises(InputError, match=reason):
         STEPS[theorem](random_weights(**constants))
 
 

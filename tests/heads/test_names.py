@@ -12,7 +12,7 @@ from attn_only_lens import (
     convert,
     expose_neuron_heads,
 )
-from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.errors import InputError, UnsupportedCallError
 
 SOURCES = {
     "bridge": lambda: boot("gpt2"),
@@ -79,7 +79,7 @@ def test_hook_points_are_those_of_the_model_that_is_asked(source):
     ],
 )
 def test_heads_and_points_that_are_not_there_are_refused(name, point, message):
-    with pytest.raises(UnknownHeadError, match=message):
+    with pytest.raises(InputError, match=message):
         HeadName.parse(name).hook(point, exposed("gpt2"))
 
 
@@ -92,7 +92,7 @@ def test_the_original_neuron_of_each_neuron(m):
     names = [HeadName(1, "neuron", k) for k in range(m * D_MLP)]
     assert [str(name.original_neuron(model)) for name in names] == expected
     assert str(HeadName.parse("L1H1").original_neuron(model)) == "L1H1"
-    with pytest.raises(UnknownHeadError):
+    with pytest.raises(InputError):
         HeadName.parse(f"L1N{m * D_MLP}").original_neuron(model)
 
 

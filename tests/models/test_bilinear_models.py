@@ -13,7 +13,6 @@ from models import build
 from attn_only_lens import Bilinear, convert, neuron_pattern
 from attn_only_lens.errors import (
     InputError,
-    UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
 )
@@ -135,7 +134,7 @@ def test_names_and_parts():
     torch.testing.assert_close(gate * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
     pattern = neuron_pattern(cache, "L1N118")
     assert torch.equal(pattern, cache["pattern", 3][:, 29 * 4 + 2])
-    with pytest.raises(UnknownHeadError):
+    with pytest.raises(InputError):
         neuron_pattern(cache, "L1N148")
     # A later change of the gates would misalign every label, so the settings are read-only.
     for name, value in (("gating", convert(build("gelu")).cfg.gating), ("act_fn", "relu")):

@@ -21,7 +21,7 @@ from attn_only_lens import (
     expose_neuron_heads,
     neuron_pattern,
 )
-from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = [
@@ -337,7 +337,7 @@ def test_accessors(make):
         with pytest.raises(UnsupportedCallError, match="names_filter"):
             read(few, "L0N29")
     for name, words in (("L1N37", f"0 to {D_MLP - 1}"), ("L1H0", r"cache\['pattern', 1\]")):
-        with pytest.raises(UnknownHeadError, match=words):
+        with pytest.raises(InputError, match=words):
             neuron_pattern(cache, name)
     _, plain = plain_model.run_with_cache(tokens())
     with pytest.raises(UnsupportedCallError, match="converted or exposed"):

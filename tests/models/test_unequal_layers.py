@@ -17,7 +17,6 @@ from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import (
     CheckpointError,
     InputError,
-    UnknownHeadError,
     UnsupportedCallError,
     UnsupportedModelError,
 )
@@ -88,7 +87,7 @@ def test_names_and_sizes_are_those_of_their_own_layer():
     _, reference_cache = uniform.run_with_cache(tokens())
     pattern, expected = (neuron_pattern(one, "L1N36") for one in (cache, reference_cache))
     assert relative(pattern, expected) <= EXACT
-    with pytest.raises(UnknownHeadError, match=r"neurons 0 to 30"):
+    with pytest.raises(InputError, match=r"neurons 0 to 30"):
         neuron_pattern(cache, "L2N31")
     with pytest.raises(InputError, match=r"(?s)neurons 0 to 28.*attention heads 0 to 1"):
         resolve_sites(model, ["L0N29", "L0H2"])

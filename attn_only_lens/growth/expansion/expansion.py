@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.devices import free_bytes
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.initialise import (
     Initialiser,
     Made,
@@ -37,6 +37,7 @@ from attn_only_lens.growth.expansion.provenance import (
     ZeroEntries,
 )
 from attn_only_lens.growth.expansion.weights import (
+    NOT_GROWN,
     Axis,
     Stack,
     Weights,
@@ -104,7 +105,7 @@ class Expansion(ABC):
         self, weights: Weights, init: Initialiser | None = None, seed: int = 0
     ) -> tuple[Weights, Provenance]:
         """Return the expanded weights, and their provenance."""
-        GrowthError.raise_if(self.reasons_against(weights))
+        InputError.raise_if(self.reasons_against(weights), NOT_GROWN)
         return self.expand(weights, init or own(), seed)
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
@@ -144,7 +145,7 @@ def apply_plan(
     weights: Weights, plan: Plan, init: Initialiser, seed: int
 ) -> tuple[Weights, Provenance]:
     """Return the expanded weights and their provenance. Unchanged tensors are not copied."""
-    GrowthError.raise_if(reasons_against_bytes(_bytes(weights, plan)))
+    InputError.raise_if(reasons_against_bytes(_bytes(weights, plan)), NOT_GROWN)
     provenance = Provenance(
         layers=plan.layers or IndexMap.identity(weights.constants.n_layers),
         axes={
@@ -289,7 +290,7 @@ class ExpansionSequence(Expansion):
             if not against:
                 try:
                     sketch, _ = step(sketch)
-                except GrowthError as error:  # the grown model would not fit into memory
+                except InputError as error:  # the grown model would not fit into memory
                     against = list(error.reasons)
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor
 
-from attn_only_lens.errors import UnknownHeadError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.weights import (
     Axis,
     Constants,
@@ -30,7 +30,7 @@ from attn_only_lens.growth.expansion.weights import (
     is_gain,
     tail,
 )
-from attn_only_lens.heads.names import HeadName
+from attn_only_lens.heads.names import NO_HEAD, HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -261,13 +261,14 @@ class _Part:
         if n_encoder:
             match = _IN_STACK.fullmatch(name) if isinstance(name, str) else None
             if match is None or (match[1] == "E" and match[3] == "C"):
-                raise UnknownHeadError(
+                reason = (
                     f"got {name!r}; expected a part of the encoder ('E0H1', 'E0N17', 'E0') or of "
                     "the decoder ('D0H1', 'D0C1' for cross-attention, 'D0N17', 'D0')"
                 )
+                raise InputError([reason], NO_HEAD)
             layer = int(match[2])
             if match[1] == "E" and layer >= n_encoder:
-                raise UnknownHeadError(f"got {name!r}; the encoder has {n_encoder} layers")
+                raise InputError([f"got {name!r}; the encoder has {n_encoder} layers"], NO_HEAD)
             first = n_encoder if match[1] == "D" else 0
             return cls(first + layer, match[3] or "", int(match[4] or 0))
         if isinstance(name, str) and (match := _LAYER.fullmatch(name)):
@@ -379,31 +380,30 @@ class Provenance:
         part = _Part.parse(name, n_encoder)
         if part.layer >= n_layers:
             had = f"{n_encoder} + {n_layers - n_encoder}" if n_encoder else n_layers
-            raise UnknownHeadError(f"got {name!r}; the model had {had} layers before it grew")
+            raise InputError([f"got {name!r}; the model had {had} layers before it grew"], NO_HEAD)
         now = self.layers.new_of[part.layer]
         if not part.letter:
             return _Part(now).name(self.n_encoder_layers)
         new_of = self.axes.get(part.axis, IndexMap((), 0)).new_of
         if part.index >= len(new_of):
             layer = _Part(part.layer).name(n_encoder).removeprefix("L")
-            raise UnknownHeadError(
-                f"got {name!r}; layer {layer} had {len(new_of)} {_KINDS[part.letter]}s before it "
-                "grew"
-            )
+            had = f"{len(new_of)} {_KINDS[part.letter]}s"
+            raise InputError([f"got {name!r}; layer {layer} had {had} before it grew"], NO_HEAD)
         return _Part(now, part.letter, new_of[part.index]).name(self.n_encoder_layers)
 
     def old_of(self, name: str) -> str | None:
         """Return the old name of a head, neuron or layer, or None if the part is new.
 
         Raises:
-            UnknownHeadError: the grown model has no head, neuron or layer with this name.
+            InputError: the grown model has no head, neuron or layer with this name.
         """
         part, n_encoder = _Part.parse(name, self.n_encoder_layers), self.constants.n_encoder_layers
         if part.layer >= self.layers.size or (
             part.letter and part.index >= self.sizes.get(part.axis, 0)
         ):
-            raise UnknownHeadError(
-                f"got {name!r}; the grown model has no head, neuron or layer with this name"
+            raise InputError(
+                [f"got {name!r}; the grown model has no head, neuron or layer with this name"],
+                NO_HEAD,
             )
         was = self.layers.old_of.get(part.layer)
         if was is None or not part.letter:

@@ -47,6 +47,7 @@ Norm: TypeAlias = Literal["LN", "LNPre", "RMS", "RMSPre"] | None
 NormPlace: TypeAlias = Literal["before", "after", "both", "stream"]
 Stack: TypeAlias = Literal["encoder", "decoder"]
 
+NOT_GROWN = "this model cannot be grown like this"
 _ATTENTION = {
     "W_Q": ("head", "d_model", "d_query"),
     "W_K": ("kv_head", "d_model", "d_query"),

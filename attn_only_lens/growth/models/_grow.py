@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, Unpack
 from attn_only_lens.arguments import POSITIVE, a_type, as_plain
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.expansion import (
     Expansion,
     ExpansionSequence,
@@ -31,7 +31,14 @@ from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
 from attn_only_lens.growth.expansion.stream import WidenStream
 from attn_only_lens.growth.expansion.values import WidenValues
-from attn_only_lens.growth.expansion.weights import Axis, Identity, Weights, identity_of, in_layer
+from attn_only_lens.growth.expansion.weights import (
+    NOT_GROWN,
+    Axis,
+    Identity,
+    Weights,
+    identity_of,
+    in_layer,
+)
 from attn_only_lens.growth.models.encoder_decoder import ENCODER_DECODERS, EncoderDecoderBridge
 from attn_only_lens.growth.models.growable import Growable
 from attn_only_lens.growth.models.grown_folder import save_pretrained
@@ -86,12 +93,12 @@ class Grown:
             drop_new: whether to drop new parts even if they affect the model's output.
 
         Raises:
-            GrowthError: entries that had to be zero are not zero any more, so the old part alone
+            InputError: entries that had to be zero are not zero any more, so the old part alone
                 computes another function.
         """
         growable, provenance = growable_of(self.model), self.provenance
         if reasons := _all_reasons(growable):
-            raise GrowthError(reasons, "this model cannot be shrunk")
+            raise InputError(reasons, "this model cannot be shrunk")
         now = growable.read()
         broken = provenance.broken(now.tensors)
         if broken and not drop_new:
@@ -100,7 +107,7 @@ class Grown:
                 "drops them anyway, which changes the model's function"
                 for name, was in broken.items()
             ]
-            raise GrowthError(reasons, "this model cannot be shrunk")
+            raise InputError(reasons, "this model cannot be shrunk")
         tensors = {}
         for name in now.tensors:
             old = provenance.old_name(name)
@@ -131,7 +138,7 @@ class Grown:
             model: the original model, whose parameters the optimizer trains.
 
         Raises:
-            GrowthError: the optimizer has an unsupported class, or trains another model.
+            InputError: the optimizer has an unsupported class, or trains another model.
 
         Example:
             >>> import torch
@@ -165,7 +172,7 @@ class Grown:
             The folder.
 
         Raises:
-            GrowthError: models of this kind cannot be saved, or no transformers configuration can
+            InputError: models of this kind cannot be saved, or no transformers configuration can
                 describe the model. `attn_only_lens.save` can save such models with neuron-heads.
             CheckpointError: the folder holds other files.
 
@@ -225,7 +232,7 @@ def grow(
         original's optimizer; and `save_pretrained`, into a folder.
 
     Raises:
-        GrowthError: this expansion cannot be applied to the model. The error lists every reason.
+        InputError: this expansion cannot be applied to the model. The error lists every reason.
 
     Example:
         >>> import torch
@@ -243,7 +250,7 @@ def grow(
     # Check
     growable = growable_of(model)
     if growable.reasons_against():
-        raise GrowthError(_all_reasons(growable))
+        raise InputError(_all_reasons(growable), NOT_GROWN)
     weights, seed = growable.read(), as_plain(seed)
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     chosen = _checked_expansion(growable, weights, expansion, asked, init, seed)
@@ -268,7 +275,7 @@ def grow(
     # Build the grown model and test it
     provenance = replace(provenance, source=identity_of(weights.tensors))
     grown = growable.write(_unshared(larger, weights), provenance.source_of)
-    GrowthError.raise_if(growable.trial(grown))
+    InputError.raise_if(growable.trial(grown), NOT_GROWN)
     return Grown(grown, provenance, tuple(notes), originals)
 
 
@@ -282,7 +289,7 @@ def _checked_expansion(
 ) -> Expansion:
     """Return the requested expansion, or raise an error with every reason why it is impossible."""
     if (expansion is None) == (not asked):
-        raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
+        raise InputError(["give either an expansion or sizes (d_mlp=1024, …)"], NOT_GROWN)
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
     odd, known = POSITIVE.reasons(**asked), ModelSizes.__annotations__
     unknown = [name for name in asked if name not in known]
@@ -295,7 +302,7 @@ def _checked_expansion(
     wrong = [x for x in steps if not isinstance(x, Expansion) and expansion is not None]
     odd += [f"got {a_type(x)}; expected an expansion from attn_only_lens.growth" for x in wrong[:1]]
     if odd:
-        raise GrowthError([*reasons, *odd])
+        raise InputError([*reasons, *odd], NOT_GROWN)
     chosen: Expansion
     if expansion is None:
         chosen, impossible = _expansion_to(weights, asked)
@@ -309,7 +316,7 @@ def _checked_expansion(
             chosen = PaddedExpansion(chosen, padding)
             sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         against = growable.reasons_against_weights(sketch)
-    GrowthError.raise_if([*reasons, *against])
+    InputError.raise_if([*reasons, *against], NOT_GROWN)
     return chosen
 
 
@@ -385,10 +392,10 @@ def read(model: Any) -> Weights:
     """Return a model's weights as `Weights`, without copying tensors.
 
     Raises:
-        GrowthError: the model cannot be grown.
+        InputError: the model cannot be grown.
     """
     growable = growable_of(model)
-    GrowthError.raise_if(growable.reasons_against(), "this model cannot be read")
+    InputError.raise_if(growable.reasons_against(), "this model cannot be read")
     return growable.read()
 
 
@@ -402,7 +409,7 @@ def identity(model: Any) -> Identity:
         model: any model that `grow` or `compare` accepts.
 
     Raises:
-        GrowthError: the argument is not a model.
+        InputError: the argument is not a model.
 
     Example:
         >>> from attn_only_lens import convert, grow, load
@@ -416,10 +423,10 @@ def identity(model: Any) -> Identity:
         ['embed.W_E']
     """
     if not isinstance(model, nn.Module):
-        raise GrowthError([f"got {a_type(model)}; expected a model"], "it has no weights")
+        raise InputError([f"got {a_type(model)}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # even a model that cannot be grown has an identity
+    except InputError:  # even a model that cannot be grown has an identity
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
@@ -432,12 +439,13 @@ def growable_of(model: Any) -> Growable:
     got = a_type(model, with_module=True)
     if isinstance(model, TransformerBridge):  # a bridge with exposed neuron-heads has another class
         got = f"a TransformerBridge of {model.cfg.architecture}"
-    raise GrowthError(
+    raise InputError(
         [
             f"got {got}; expected a HookedTransformer, a model that convert made from one, a "
             "TransformerBridge from boot_native, or a TransformerBridge around a transformers "
             f"model with one of these model types: {', '.join([*FAMILIES, *ENCODER_DECODERS])}"
-        ]
+        ],
+        NOT_GROWN,
     )
 
 

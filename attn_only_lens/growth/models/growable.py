@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.weights import Weights
 
 PROBLEM = "this model cannot be saved in a folder"
@@ -129,7 +129,7 @@ class Growable(ABC):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the configuration, the weights and the tokenizer to an empty folder."""
-        raise GrowthError(self.reasons_against_saving(), PROBLEM)
+        raise InputError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
         """Return an error message if `grown` does not compute the same function as `self.model`."""

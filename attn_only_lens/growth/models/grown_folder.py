@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic
 
-from attn_only_lens.errors import CheckpointError, GrowthError
+from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.models.growable import PROBLEM, Growable
 from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
@@ -52,7 +52,7 @@ def save_pretrained(
     """Write a grown model and its provenance to a folder, completely or not at all."""
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
-    GrowthError.raise_if(reasons, PROBLEM)
+    InputError.raise_if(reasons, PROBLEM)
     names = {PROVENANCE, _CARD, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
     with atomic_folder(there, sorted(names), PROVENANCE, listed_files) as new:
         growable.save_pretrained(new)

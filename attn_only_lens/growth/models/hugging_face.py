@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from attn_only_lens.devices import keep_random_state, to_float64_device
 from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.engine.model_checks import modules_of
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.weights import (
     Axis,
     Constants,
@@ -283,11 +283,11 @@ class HuggingFaceBridge(BridgeModel):
                 f"the model's logits with and without its bridge differ by {difference:.2g} of the "
                 "largest logit: transformers and TransformerLens read the configuration differently"
             )
-            raise GrowthError([reason], PROBLEM)
+            raise InputError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
         except ValueError as error:  # saving fails, e.g., if the generation config is invalid
-            raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
+            raise InputError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.glob("*.safetensors"):  # make the files readable for other users

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.errors import GrowthError
+from attn_only_lens.errors import InputError
 from attn_only_lens.growth.expansion.provenance import Provenance, TensorMap
 from attn_only_lens.growth.expansion.weights import axes_of
 from attn_only_lens.growth.models.growable import Growable, Parameter
@@ -53,7 +53,7 @@ def grown_optimizer(
     """Return an optimizer for the grown model that continues `optimizer`, which stays unchanged."""
     old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
-    GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
+    InputError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
     names_of = defaultdict(list)
     for name, parameter in old_parameters.items():
         names_of[parameter].append(name)
