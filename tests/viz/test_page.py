@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_only_lens import viz
+from attn_only_lens.errors import InputError
 from attn_only_lens.viz.page import script_data
 
 
