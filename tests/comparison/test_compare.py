@@ -30,6 +30,7 @@ from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
 from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.patching import repairs
 
 pytestmark = [
     pytest.mark.numeric,
@@ -196,6 +197,27 @@ def test_drops_after_training(after_training):
     values = comparison.about["values"]["grown"]
     span = values["clean"] - values["corrupted"]
     np.testing.assert_allclose(new["share"], new["drop"] / span, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_drops_that_are_patched_in_both_models_are_of_their_own_components(
+    after_training, monkeypatch
+):
+    """After few repairs, the largest drops of either model are patched in both."""
+    model, grown, _, prompts, _ = after_training
+    monkeypatch.setattr(repairs, "_AT_LEAST", (0.0, 0.0))
+    monkeypatch.setattr(repairs, "_AT_MOST", (1.0, 0.0))
+    sizes = growth.ComparisonSizes(faithfulness=LOW, n_patched=41, n_nodes=0)
+    comparison = compare(model, grown, by_loss(prompts), sizes=sizes)
+    every, new = components(comparison), comparison.new.set_index("grown_name")
+    assert 41 <= every["exact"].sum() + new["exact"].sum() < len(every) + len(new)
+    for name, row in every[every["exact"]].iterrows():
+        for source, own, drop in (
+            (model, name, row["drop"]),
+            (grown.model, row["grown_name"], row["grown_drop"]),
+        ):
+            fall = losses(source, prompts, [own]).mean().item()
+            assert drop == pytest.approx(fall, rel=1e-7, abs=1e-12)
 
 
 def losses(model, prompts, sites):
