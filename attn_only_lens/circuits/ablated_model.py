@@ -266,7 +266,7 @@ class AblatedModel:
             stream = self._replay.recorded_stream(0, self._first, len(kept))
             return Variants(0, self._first, stream, self._hooks(kept))
         states, parents = np.zeros(len(kept), dtype=np.int64), dict[int, Rows]()
-        hooks: Hooks = []
+        hooks = list[tuple[str, Callable[..., Any]]]()
         for block, some in groupby(sorted(self._points, key=_block), key=_block):
             points = list(some)
             inside = np.packbits(kept[:, np.concatenate([point.rows for point in points])], axis=1)

@@ -104,10 +104,11 @@ def compare(
     from attn_only_lens import viz
     from attn_only_lens._load import is_hooked
     from attn_only_lens.engine.contrast import Contrast
-    from attn_only_lens.growth import ComparisonSizes, read_provenance
+    from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
     from attn_only_lens.growth import compare as compare_models
     from attn_only_lens.viz.page import import_extra
 
+    Comparison.check_folder(out)
     import_extra("plotly")
     measure = metric.build_metric(isinstance(both[0], torch.Tensor))
     became = read_provenance(provenance or grown)

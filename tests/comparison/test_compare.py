@@ -24,13 +24,15 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.errors import ComparisonError, InputError, InputWarning
+from attn_only_lens.errors import CheckpointError, ComparisonError, InputError, InputWarning
 from attn_only_lens.growth import identity
+from attn_only_lens.growth.comparison import results
 from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
 from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.patching import repairs
+from attn_only_lens.storage.tables import write_table
 
 pytestmark = [
     pytest.mark.numeric,
@@ -292,6 +294,34 @@ def test_a_saved_comparison_is_the_same(after_training, tmp_path):
     assert read.neurons["exact"].dtype == bool
     assert read.title == comparison.title
     assert viz.comparison_circuit(read) == viz.comparison_circuit(comparison)
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interrupted_save_leaves_the_earlier_comparison(
+    after_training, tmp_path, monkeypatch, after
+):
+    comparison, folder = after_training[-1], tmp_path / "folder"
+    comparison.save(folder)
+    (folder / "report.html").write_text("a page")
+    other, written = replace(comparison, tokens=("other",)), list[str]()
+
+    def write(path, *args):
+        if len(written) == after:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write_table(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_table", write)
+        with pytest.raises(KeyboardInterrupt):
+            other.save(folder)
+    assert growth.Comparison.load(folder).tokens == comparison.tokens
+    assert (folder / "report.html").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert growth.Comparison.load(other.save(folder)).tokens == ("other",)
+    (folder / "notes.txt").write_text("of somebody else")
+    with pytest.raises(CheckpointError, match=r"also holds notes\.txt"):
+        other.save(folder)
 
 
 def names_of(comparison):

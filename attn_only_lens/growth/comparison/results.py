@@ -10,11 +10,21 @@ import pandas as pd
 from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
+from attn_only_lens.storage import (
+    Document,
+    FileDigest,
+    atomic_folder,
+    check_files,
+    file_digests,
+    open_folder,
+    require_replaceable,
+)
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 _MANIFEST = "comparison.json"
+_FILES = frozenset(f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json"))
+_OURS = (_MANIFEST, *_FILES, "report.html", "circuit.html")  # and pages of the command `compare`
 OLD_JOINED, NEW_LAYERS = "old, but only in the grown model's circuit", "in new layers"
 JOINED = {
     OLD_JOINED: ("old site", "old sites"),
@@ -124,27 +134,31 @@ class Comparison:
         counts = pd.DataFrame(sizes).fillna(0).astype(int)  # NaN if all neurons are silent
         return counts.join(groups[columns].mean()).reset_index()
 
+    @staticmethod
+    def check_folder(folder: str | Path) -> Path:
+        """Return a folder's resolved path; raise CheckpointError if `save` would refuse it."""
+        return require_replaceable(folder, _OURS, _MANIFEST)
+
     def save(self, folder: str | Path) -> Path:
-        """Write `comparison.json`, and each frame as a CSV file with a JSON file that describes it.
+        """Write `comparison.json` and each frame as a CSV file, completely or not at all.
 
         Args:
-            folder: path of the folder, which is created if necessary; files of an earlier
-                comparison in it are replaced.
+            folder: path of a new folder, or of an earlier comparison's, which is replaced with its
+                pages `report.html` and `circuit.html`.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: the path is a file, or the folder cannot be written.
+            CheckpointError: the path is a file, or a folder with other files; or the folder cannot
+                be written.
         """
-        there = open_folder(folder)
         about = _finite(dict(self.about))
-        _DOCUMENT.text(tokens=self.tokens, about=about, files={})  # refused before files change
-        for name in _FRAMES:
-            write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
-        # Write the manifest last, so that `load` rejects a folder that is only partly written.
-        files = file_digests(there, _files())
-        _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
+        with atomic_folder(folder, _OURS, _MANIFEST) as new:
+            for name in _FRAMES:
+                write_table(new / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
+            files = file_digests(new, _FILES)
+            _DOCUMENT.write(new / _MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
 
     @classmethod
@@ -156,8 +170,8 @@ class Comparison:
         """
         there = open_folder(folder)
         manifest = _DOCUMENT.read(there / _MANIFEST)
-        if manifest["files"].keys() != _files():
-            got, expected = sorted(manifest["files"]), sorted(_files())
+        if manifest["files"].keys() != _FILES:
+            got, expected = sorted(manifest["files"]), sorted(_FILES)
             raise CheckpointError(f"{there} has files {got}; expected {expected}")
         check_files(there, manifest["files"])
         frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
@@ -174,10 +188,6 @@ class Comparison:
             f"{self.about['n_prompts']} prompts: {len(self.heads)} heads, {len(self.neurons)} "
             f"neurons ({len(self.silent)} more are silent), {len(self.new)} new. {self.title}"
         )
-
-
-def _files() -> set[str]:
-    return {f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json")}
 
 
 def _finite(value: Any) -> Any:
