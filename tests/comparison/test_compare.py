@@ -26,11 +26,12 @@ from attn_only_lens import (
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, ComparisonError, InputError, InputWarning
 from attn_only_lens.growth import identity
-from attn_only_lens.growth.comparison import drops, results
+from attn_only_lens.growth.comparison import results
 from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
 from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.patching import repairs
 from attn_only_lens.storage.tables import write_table
 
 pytestmark = [
@@ -206,8 +207,8 @@ def test_drops_that_are_patched_in_both_models_are_of_their_own_components(
 ):
     """After few repairs, the largest drops of either model are patched in both."""
     model, grown, _, prompts, _ = after_training
-    monkeypatch.setattr(drops, "_PASSES", 1.0)
-    monkeypatch.setattr(drops, "_FLOPS", 0.0)
+    monkeypatch.setattr(repairs, "_AT_LEAST", (0.0, 0.0))
+    monkeypatch.setattr(repairs, "_AT_MOST", (1.0, 0.0))
     sizes = growth.ComparisonSizes(faithfulness=LOW, n_patched=41, n_nodes=0)
     comparison = compare(model, grown, by_loss(prompts), sizes=sizes)
     every, new = components(comparison), comparison.new.set_index("grown_name")
