@@ -37,13 +37,15 @@ from attn_only_lens.engine.positions import aligned, token_columns
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._activation_patch import activation_patch, prompt_settings
 from attn_only_lens.patching._attribute import attribute
 from attn_only_lens.patching._attribution import plan_attribution
 from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.estimate import METHODS, Estimate, Method
 from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.patching.site_groups import site_groups, site_rows
+from attn_only_lens.precision import matmul_precision
+from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "no circuit can be searched"
@@ -80,9 +82,10 @@ def discover(
             ablated. By role, a site is a head at a role's token, and tokens without a role are
             never ablated. In prompts of different lengths, "each" is all roles.
         search: how a circuit is searched for, and compared with random circuits; see `Search`.
-        work: how the search is run; see `Work`, without its batch size and folder. With fewer than
-            all `prompts_at_once`, each evaluation records the runs again. A progress bar counts the
-            circuits that are run; how many there will be is unknown.
+        work: how the search is run; see `Work`, without its batch size. With fewer than all
+            `prompts_at_once`, each evaluation records the runs again. A folder `resume` keeps what
+            circuits keep: an interrupted search goes on with the first circuit that is not in it. A
+            progress bar counts the circuits that are run; how many there will be is unknown.
 
     Returns:
         The circuit. The frame `Circuit.tried` lists all circuits that the search evaluated.
@@ -105,7 +108,7 @@ def discover(
         reasons += one_of(*METHODS, MEASURED).reasons(method=method)
     if not isinstance(search, Search):
         reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")
-    reasons += work_reasons(work, "batch_size", "resume")
+    reasons += work_reasons(work, "batch_size")
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, sites = contrast.pair(model), as_metric(contrast.metric), Sites.of(sites)
     n_prompts, resamples = len(pair.clean), search.resamples
@@ -113,7 +116,8 @@ def discover(
         require_resamples(n_prompts, metric)
     if sites.positions == "each" and sites.split() is None:
         sites = replace(sites, positions=aligned(pair, "each"))
-    candidates = site_rows(site_groups(model, pair, sites, "z"))
+    groups = site_groups(model, pair, sites, "z")
+    candidates = site_rows(groups)
     places = checked_places(pair, candidates)
     known = site_ids(candidates) if search.start else pd.Series()
     if unknown := sorted({*search.start} - {*known}):
@@ -124,6 +128,13 @@ def discover(
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
     progress = tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress)
     with unchanged(model), progress as bar:
+        store = None
+        if work.resume is not None:
+            settings = prompt_settings(model, pair, metric, groups)
+            named = {"sites": site_ids(candidates).tolist(), "ablation": search.ablation}
+            products = {"float32 products": matmul_precision()}
+            store = ChunkStore(work.resume, settings | named | products)
+            work = replace(work, resume=None)
         ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
@@ -132,12 +143,14 @@ def discover(
             effects = effects.reshape(-1, n_prompts)
 
         def ablate(some: PromptPair) -> AblatedModel:
-            return ablated_model(
+            ablated = ablated_model(
                 *(model, some, metric, frame),
                 ablation=search.ablation,
                 work=work,
                 on_done=bar.update,
             )
+            ablated.store = store
+            return ablated
 
         start = np.flatnonzero(site_ids(frame).isin(search.start))
         find = partial(_smallest, ranking, search.order, faithfulness, start)

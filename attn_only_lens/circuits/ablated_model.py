@@ -25,6 +25,7 @@ first order, g · (z - ablated z) to the error.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -55,6 +56,7 @@ from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import split_prompts
+from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.work import Work
 
 Ablation = Literal["zero", "mean", "positional_mean", "resample"]
@@ -70,8 +72,11 @@ _PROBLEM = "these sites cannot be ablated"
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated.
+    `whole` is the metric with no site ablated. With a `store`, results are kept in a folder, and
+    nothing that the folder has is computed again.
     """
+
+    store: ChunkStore | None = None
 
     def __init__(
         self,
@@ -90,7 +95,7 @@ class AblatedModel:
         """
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
-        self.n_sites, self._n_pos = len(sites), pair.clean.shape[1]
+        self.n_sites, self._n_pos, self.prompts = len(sites), pair.clean.shape[1], pair.indices
         roles = checked_places(pair, sites)
         groups = sites_of_rows(model, sites)
         runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
@@ -188,6 +193,9 @@ class AblatedModel:
 
         For one prompt with f(C) < 1, this is the site's contribution to f(C).
         """
+        return self._stored("worth", [circuit], lambda: self._worth(circuit))
+
+    def _worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         return self.slopes(circuit, self.fit(slice(None)))[1]
 
     def fit(self, some: slice) -> Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]:
@@ -232,9 +240,22 @@ class AblatedModel:
         """Return the mean over prompts, weighted by the metric's prompt weights."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
-    @torch.no_grad()
     def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
         """Return each prompt's metric when all sites outside a circuit are ablated."""
+        return self._stored("by_prompt", circuits, lambda: self._by_prompt(circuits))
+
+    def _stored(self, name: str, circuits: Sequence[Rows], compute: Callable[[], Floats]) -> Floats:
+        """Return what is stored about circuits, or compute it and store it."""
+        if self.store is None:
+            return compute()
+        key = f"{name}-{_digest([self.prompts, *map(np.sort, circuits)])}"
+        if (arrays := self.store.get(key)) is None:
+            arrays = {name: compute()}
+            self.store.put(key, arrays)
+        return arrays[name]
+
+    @torch.no_grad()
+    def _by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
         n_prompts = len(self.whole_by_prompt)
         values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
@@ -256,6 +277,14 @@ class AblatedModel:
 
     def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
+
+
+def _digest(rows: Sequence[Rows]) -> str:
+    """Return a digest of several lists of row indices."""
+    digest = blake2b(digest_size=16)
+    for some in rows:
+        digest.update(np.int64(len(some)).tobytes() + some.astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def ablated_run(
@@ -372,6 +401,7 @@ class _InChunks(AblatedModel):
         weights: Sequence[float],
     ) -> None:
         self._make, self._pairs, self.weights = make, chunks, np.array(weights)
+        self.prompts = np.concatenate([pair.indices for pair in chunks])
         wholes, nothings = [], []
         for ablated in self._chunks():
             self.sites, self.n_sites = ablated.sites, ablated.n_sites
@@ -384,12 +414,10 @@ class _InChunks(AblatedModel):
     def _chunks(self) -> Iterator[AblatedModel]:
         return map(self._make, self._pairs)
 
-    def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
-        """Return each prompt's metric when all sites outside a circuit are ablated."""
+    def _by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
         return np.concatenate([ablated.by_prompt(circuits) for ablated in self._chunks()], axis=1)
 
-    def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
-        """Return how much each site lowers a circuit's error, to first order."""
+    def _worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         ends = np.cumsum([0, *(len(pair.clean) for pair in self._pairs)]).tolist()
         some = map(slice, ends[:-1], ends[1:])
         chunks = zip(self._chunks(), some, strict=True)

@@ -15,6 +15,7 @@ from attn_only_lens.cli.common import (
     option,
     output_file,
     print_frame,
+    resumed_folder,
     say_page,
     working,
 )
@@ -34,6 +35,11 @@ OutGraph = Annotated[
     Path,
     option("output file: .html for a page that works offline, .json for the graph", OUTPUT),
     output_file(".html", ".json"),
+]
+Resume = Annotated[
+    Path | None,
+    option("checkpoint folder: an interrupted search resumes from it", OUTPUT),
+    resumed_folder,
 ]
 SaveCircuit = Annotated[
     Path | None,
@@ -79,6 +85,7 @@ def explain(
         ),
         RESAMPLES,
     ] = 0,
+    resume: Resume = None,
     texts: Annotated[
         Path | None,
         option(
@@ -114,6 +121,7 @@ def explain(
         faithfulness=faithfulness,
         strong=strong,
         resamples=resamples,
+        work=Work(resume=resume),
     )
     typer.echo(why.text(top))
     if save_circuit is not None:
@@ -150,6 +158,7 @@ def circuit(
         option("number of heads and neurons in the graph: by default 300, or the circuit's"),
     ] = None,
     faithfulness: Faithfulness = 0.9,
+    resume: Resume = None,
     top: Top = 20,
 ) -> None:
     """Draw the circuit behind an answer as a graph of heads and neurons.
@@ -164,14 +173,18 @@ def circuit(
     """
     if save_circuit is not None and not prompts.has_corrupted:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
+    if resume is not None and not prompts.has_corrupted:
+        raise AttnOnlyLensError("--resume needs --corrupted: only a pair has a search to resume")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write
+    from attn_only_lens.work import Work
 
     loaded, contrast = prompts.run(model)
     minimal = None
     if contrast.corrupted is not None:
-        minimal = circuits.discover(loaded, contrast, faithfulness=faithfulness)
+        work = Work(resume=resume)
+        minimal = circuits.discover(loaded, contrast, faithfulness=faithfulness, work=work)
         if save_circuit is not None:
             minimal.save(save_circuit)
     with working("attributing the metric"):

@@ -72,6 +72,11 @@ class PromptPair:
         return self.real.cpu()
 
     @property
+    def indices(self) -> Int[np.ndarray, "batch"]:
+        """The prompts' indices among all prompts."""
+        return np.arange(len(self.clean)) if self.among is None else np.array(self.among[0])
+
+    @property
     def last(self) -> Int[Tensor, "batch"]:
         """The position of each prompt's last non-padding token, with padding on either side."""
         positions = torch.arange(self.clean.shape[1], device=self.clean.device)

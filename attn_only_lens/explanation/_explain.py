@@ -79,7 +79,7 @@ def explain(
             by one, in both directions. Those whose effect is, are in the table and on the page,
             also if they are not in the circuit. The circuit's sites are always patched.
         resamples: as in `Search`; the page then shows how stable each node is.
-        work: how the search is run; see `discover`.
+        work: how the search is run, and the folder from which it resumes; see `discover`.
 
     Raises:
         InputError: with every reason: invalid numbers or contrast; before anything is run,
@@ -96,12 +96,13 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size", "resume")
+    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size")
     reasons += POSITIVE.reasons(most_nodes=most_nodes) + SHARE.reasons(strong=strong)
     with InputError.collected(reasons):
         search = Search(resamples=resamples)
     InputError.raise_if(reasons, _PROBLEM)
-    pair, metric, quiet = contrast.pair(model), contrast.metric, replace(work, progress=False)
+    pair, metric = contrast.pair(model), contrast.metric
+    quiet = replace(work, progress=False, resume=None)
     with InputError.collected(reasons):
         by_role = contrast.roles and len(contrast) > 1
         sites = Sites(positions="roles" if by_role else aligned(pair, "each", others=()))

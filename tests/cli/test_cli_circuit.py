@@ -144,7 +144,13 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
     saved = tmp_path / "saved.json"
     options = ("--faithfulness", 0.5, "--out", page, "--save-circuit", saved)
     assert run_cli("circuit", folder, *pair, *options).exit_code == 0
-    circuit = load(saved)
+    circuit, parts = load(saved), tmp_path / "parts"
+    stored = []
+    for command in ("circuit", "explain"):  # the second has the same search
+        assert run_cli(command, folder, *pair, *options, "--resume", parts).exit_code == 0
+        assert load(saved).sites == circuit.sites
+        stored.append({path.name for path in parts.glob("*.safetensors")})
+    assert stored[0] == stored[1] != set()
     result = run_cli("evaluate", folder, saved, *texts, *ANSWERS)
     assert result.exit_code == 0, result.output
     kept = circuits.evaluate(model, circuit, Contrast(*pairs, metric))
