@@ -386,6 +386,41 @@ def compared(model):
     return comparison.heads, comparison.neurons, comparison.new, comparison.circuits
 
 
+def trained_and_compared(model):
+    """Train a model and its grown model with one optimizer, without a wait, and compare them."""
+    device = SimulatedDevice.current()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(some):
+        some(there(some)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model)
+    larger = grow(model, growth.AddNeurons(5), seed=0)
+    waits = device.synchronisations
+    optimizer = larger.optimizer(optimizer, model)
+    for _ in range(2):
+        step(larger.model)
+    assert device.synchronisations == waits
+    contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
+    sizes = growth.ComparisonSizes(2, 0.5, n_patched=7, n_nodes=5)
+    found = compare(model, larger, contrast, sizes=sizes)
+    return found.heads, found.neurons, found.new, found.circuits, found.nodes, found.parts
+
+
+@of_bridges
+@pytest.mark.parametrize("make", [partial(split, "gpt2"), partial(bridge, "native")])
+def test_bridges_are_trained_grown_and_compared(make):
+    twice(make, trained_and_compared)
+
+
+@needs_hooked_transformer
+def test_converted_models_are_trained_grown_and_compared():
+    twice(partial(hooked, "gelu"), trained_and_compared)
+    twice(lambda device: convert(hooked("gelu", device)), trained_and_compared)
+
+
 @of_bridges
 @pytest.mark.parametrize("use", [verified, grown, compared], ids=lambda use: use.__name__)
 def test_models_made_from_others(use):

@@ -40,6 +40,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribute import attribute
 from attn_only_lens.patching._attribution import plan_attribution
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.estimate import METHODS, Estimate, Method
 from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.patching.site_groups import site_groups, site_rows
@@ -112,7 +113,12 @@ def discover(
         require_resamples(n_prompts, metric)
     if sites.positions == "each" and sites.split() is None:
         sites = replace(sites, positions=aligned(pair, "each"))
-    places = checked_places(pair, site_rows(site_groups(model, pair, sites, "z")))
+    candidates = site_rows(site_groups(model, pair, sites, "z"))
+    places = checked_places(pair, candidates)
+    known = site_ids(candidates) if search.start else pd.Series()
+    if unknown := sorted({*search.start} - {*known}):
+        reason = f"got a start with {unknown[:3]}; expected candidates, such as {known.iloc[-1]!r}"
+        raise InputError([reason], _PROBLEM)
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
@@ -133,7 +139,9 @@ def discover(
                 on_done=bar.update,
             )
 
-        find, ablated = partial(_smallest, ranking, search.order, faithfulness), ablate(pair)
+        start = np.flatnonzero(site_ids(frame).isin(search.start))
+        find = partial(_smallest, ranking, search.order, faithfulness, start)
+        ablated = ablate(pair)
         mean = effects @ ablated.weights if resamples else effects[:, 0]
         rows, tried = find(ablated, mean)
         circuit = circuit_of(
@@ -221,6 +229,7 @@ def _smallest(
     ranking: Sweep,
     order: Order | None,
     wanted: float,
+    start: Rows,
     ablated: AblatedModel,
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
@@ -230,5 +239,7 @@ def _smallest(
     orders: dict[Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
     }
-    rank_again = ranking.method != MEASURED
-    return search.smallest(orders, prune=order is None, rank_again=rank_again), search.tried
+    rows = search.smallest(
+        orders, start, prune=order is None, rank_again=ranking.method != MEASURED
+    )
+    return rows, search.tried

@@ -101,7 +101,8 @@ class Circuit:
         random: the faithfulness of random circuits of the same size.
         wanted: the requested faithfulness; None if the number of sites was requested.
         tried: one row per evaluated circuit, in order. Columns: the `step` of the search
-            ("magnitude", "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
+            ("magnitude", "signed", "start", "worth", "pruning", "prefix"), `n_sites`,
+            `faithfulness`.
         ablation: how all other sites are ablated.
         method: the method of the ranking.
         metric: the metric's name.

@@ -20,10 +20,12 @@ search has three steps. Each step starts from the best circuit so far:
                sites, and as many chunks as possible are removed together. If none can be, chunks
                are halved, down to single sites.
 
-At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
-that is shorter than the circuit. A circuit of at most 128 sites is therefore minimal in two ways:
-it becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
-sufficient. A smaller circuit may still exist.
+If another circuit of at most 128 sites is given as a start, the second step starts from it, and the
+first step is only taken if the second finds no circuit. At the end, the search evaluates every
+prefix of both rankings (by |effect| and by signed effect) that is shorter than the circuit. A
+circuit of at most 128 sites is therefore minimal in two ways: it becomes insufficient if any single
+site is removed, and no shorter prefix of the two rankings is sufficient. A smaller circuit may
+still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -50,7 +52,7 @@ _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _SMALL, _LARGE = 64, 128  # circuits between these sizes are pruned in chunks, then site by site
 _REMOVALS = 12  # how many numbers of sites or chunks are removed together
-Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
+Step: TypeAlias = Literal["magnitude", "signed", "start", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "2 circuit"], int | None]
 """A generator that yields circuits, receives their faithfulness and errors, and returns a size."""
 
@@ -69,6 +71,10 @@ class Search:
         resamples: how many times to search again on a random half of the prompts, for instance 20;
             the circuit then has a `stability`.
         seed: the seed of random circuits and halves.
+        start: the sites of a circuit to start from, such as "L3H3@5" or, at all positions,
+            "L3H3@all": for instance of the same model before training. The search is then shorter,
+            and prefers these sites to others of the same worth. Halves start from it, too. A start
+            of more than 128 sites is not used.
 
     Raises:
         InputError: an option has another value. The error lists every reason.
@@ -76,7 +82,7 @@ class Search:
     Example:
         >>> from attn_only_lens.circuits import Search
         >>> Search(ablation="mean", resamples=20)
-        Search(ablation='mean', order=None, n_random=3, resamples=20, seed=0)
+        Search(ablation='mean', order=None, n_random=3, resamples=20, seed=0, start=())
     """
 
     ablation: Ablation = "resample"
@@ -84,12 +90,19 @@ class Search:
     n_random: int = 3
     resamples: int = 0
     seed: int = 0
+    start: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         reasons = one_of(*ABLATIONS).reasons(ablation=self.ablation)
         reasons += one_of(*ORDERS).or_none.reasons(order=self.order)
         reasons += COUNT.reasons(n_random=self.n_random, seed=self.seed)
         reasons += RESAMPLES.reasons(resamples=self.resamples)
+        start = self.start
+        listed = isinstance(start, Sequence) and all(isinstance(site, str) for site in start)
+        if isinstance(start, str) or not listed:  # a text is a sequence of texts
+            reasons.append(f"got start={start!r}; expected a list of sites, such as ['L3H3@5']")
+        elif start and self.order is not None:
+            reasons.append(f"got a start and order={self.order!r}; expected at most one of them")
         InputError.raise_if(reasons, "no circuit can be searched")
 
 
@@ -111,12 +124,23 @@ class SearchRun:
         self._measured: dict[bytes, tuple[float, float]] = {}
         self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
-    def smallest(self, orders: Mapping[Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
-        """Return the smallest circuit found; if prune=False, the shortest sufficient prefix."""
+    def smallest(
+        self, orders: Mapping[Step, Rows], start: Rows, *, prune: bool, rank_again: bool
+    ) -> Rows:
+        """Return the smallest circuit found; if prune=False, the shortest sufficient prefix.
+
+        `start` is another circuit to start from, unless it is empty.
+        """
         if not prune:
             return min(self.prefixes(orders), key=len)
-        circuit = min(self.prefixes(orders, _SHORT), key=len)
-        circuit = self.rank_again(circuit) if rank_again else circuit
+        circuit = every = np.arange(self._ablated.n_sites)
+        if 0 < len(start) <= _LARGE:
+            self._closest = start
+            circuit = self._smallest_sufficient("start", every, [start])
+            circuit = self.rank_again(circuit) if rank_again else circuit
+        if len(circuit) == len(every):
+            circuit = min(self.prefixes(orders, _SHORT), key=len)
+            circuit = self.rank_again(circuit) if rank_again else circuit
         if len(circuit) == self._ablated.n_sites > _SHORT:  # no short prefix suffices
             circuit = min(self.prefixes(orders), key=len)
         circuit = self.prune(self.without_worthless(circuit) if rank_again else circuit)

@@ -106,10 +106,12 @@ def compare(
     from attn_only_lens._load_model import is_hooked
     from attn_only_lens.engine.contrast import Contrast
     from attn_only_lens.growth import ComparisonSizes
+    from attn_only_lens.growth.comparison.results import Comparison
     from attn_only_lens.growth.models.grown_folder import read_provenance
     from attn_only_lens.models.source_folder import PROVENANCE
     from attn_only_lens.viz.page import import_extra
 
+    Comparison.check_folder(out)
     import_extra("plotly")
     measure = metric.build_metric(isinstance(both[0], torch.Tensor))
     became = read_provenance(Path(provenance or grown) / PROVENANCE)

@@ -1,6 +1,12 @@
 """Write files completely or not at all, and validate files when they are read."""
 
-from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
+from attn_only_lens.storage.atomic import (
+    atomic_folder,
+    atomic_write,
+    open_folder,
+    require_replaceable,
+    write_text,
+)
 from attn_only_lens.storage.checks import (
     limit_size,
     out_of_range,
@@ -33,6 +39,7 @@ __all__ = [
     "read_json",
     "read_tensors",
     "require_few_layers",
+    "require_replaceable",
     "tensor_digest",
     "type_mismatches",
     "write_tensors",

@@ -105,6 +105,22 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` when the `with` block ends.
 
+    Raise an error as in `require_replaceable`.
+    """
+    folder = require_replaceable(folder, ours, seal, listed)
+    with atomic_write(folder) as new:
+        new.mkdir()
+        yield new
+
+
+def require_replaceable(
+    folder: AnyPath,
+    ours: Sequence[str],
+    seal: str,
+    listed: Callable[[Path], Container[str]] | None = None,
+) -> Path:
+    """Return a folder's resolved path, if replacing the folder deletes nothing else.
+
     Raise an error if replacing `folder` would delete a top-level entry that is not in `ours`, or a
     nested file that the manifest named `seal` does not list (`listed` returns the listed names).
     """
@@ -124,9 +140,7 @@ def atomic_folder(
                 f"{folder} holds more than a saved model; it also holds {', '.join(foreign[:5])}"
                 f"{', …' if len(foreign) > 5 else ''}: choose another folder, or move these files"
             )
-    with atomic_write(folder) as new:
-        new.mkdir()
-        yield new
+    return folder
 
 
 def open_folder(folder: AnyPath) -> Path:

@@ -229,7 +229,8 @@ def test_a_circuit_of_several_prompts_is_found_among_prefixes_that_overshoot():
 
     ablated, orders = Ablated(), {"magnitude": np.arange(len(effects))}
     search = SearchRun(ablated, 0.79)
-    circuit = search.smallest(orders, prune=True, rank_again=True)
+    nowhere = np.array([], dtype=np.int64)
+    circuit = search.smallest(orders, nowhere, prune=True, rank_again=True)
     assert len(circuit) == 16
     assert set(circuit) <= set(range(only_first, only_first + both))
     assert ablated.largest <= 512

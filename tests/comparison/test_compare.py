@@ -25,7 +25,8 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.errors import ComparisonError, InputError, InputWarning
+from attn_only_lens.errors import CheckpointError, ComparisonError, InputError, InputWarning
+from attn_only_lens.growth.comparison import results
 from attn_only_lens.growth.comparison.circuits import PAIRS
 from attn_only_lens.growth.comparison.statistics import pattern_divergence
 from attn_only_lens.growth.expansion.expansion import compose
@@ -33,6 +34,8 @@ from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.growth.expansion.weights import Axis
 from attn_only_lens.growth.models._grow import identity
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.patching import repairs
+from attn_only_lens.storage.tables import write_table
 
 pytestmark = [
     pytest.mark.numeric,
@@ -201,6 +204,27 @@ def test_drops_after_training(after_training):
     np.testing.assert_allclose(new["share"], new["drop"] / span, rtol=1e-9)
 
 
+@torch.no_grad()
+def test_drops_that_are_patched_in_both_models_are_of_their_own_components(
+    after_training, monkeypatch
+):
+    """After few repairs, the largest drops of either model are patched in both."""
+    model, grown, _, prompts, _ = after_training
+    monkeypatch.setattr(repairs, "_AT_LEAST", (0.0, 0.0))
+    monkeypatch.setattr(repairs, "_AT_MOST", (1.0, 0.0))
+    sizes = growth.ComparisonSizes(faithfulness=LOW, n_patched=41, n_nodes=0)
+    comparison = compare(model, grown, by_loss(prompts), sizes=sizes)
+    every, new = components(comparison), comparison.new.set_index("grown_name")
+    assert 41 <= every["exact"].sum() + new["exact"].sum() < len(every) + len(new)
+    for name, row in every[every["exact"]].iterrows():
+        for source, own, drop in (
+            (model, name, row["drop"]),
+            (grown.model, row["grown_name"], row["grown_drop"]),
+        ):
+            fall = losses(source, prompts, [own]).mean().item()
+            assert drop == pytest.approx(fall, rel=1e-7, abs=1e-12)
+
+
 def losses(model, prompts, sites):
     """Return how much the loss metric of every prompt falls if these sites are corrupted.
 
@@ -273,6 +297,34 @@ def test_a_saved_comparison_is_the_same(after_training, tmp_path):
     assert read.neurons["exact"].dtype == bool
     assert read.title == comparison.title
     assert viz.circuit_view(read) == viz.circuit_view(comparison)
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_an_interrupted_save_leaves_the_earlier_comparison(
+    after_training, tmp_path, monkeypatch, after
+):
+    comparison, folder = after_training[-1], tmp_path / "folder"
+    comparison.save(folder)
+    (folder / "report.html").write_text("a page")
+    other, written = replace(comparison, tokens=("other",)), list[str]()
+
+    def write(path, *args):
+        if len(written) == after:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write_table(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "write_table", write)
+        with pytest.raises(KeyboardInterrupt):
+            other.save(folder)
+    assert load(folder).tokens == comparison.tokens
+    assert (folder / "report.html").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert load(other.save(folder)).tokens == ("other",)
+    (folder / "notes.txt").write_text("of somebody else")
+    with pytest.raises(CheckpointError, match=r"also holds notes\.txt"):
+        other.save(folder)
 
 
 def names_of(comparison):

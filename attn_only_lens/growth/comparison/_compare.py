@@ -28,6 +28,7 @@ from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import as_metric, no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.tokens import token_texts
@@ -140,7 +141,10 @@ def compare(
         # Compare circuits on the first batch before other batches are run, so that unsupported
         # models fail early.
         some = batches(models[0], contrast, sizes.batch_size)
-        first = _first_batch(models, alignment, provenance, some.first, sizes, progress)
+        with ExitStack() as frozen:
+            for model in models:
+                frozen.enter_context(unchanged(model))
+            first = _first_batch(models, alignment, provenance, some.first, sizes, progress)
         # Run all batches
         statistics = Statistics(models, alignment)
         total = None if some.n is None else some.n * statistics.n_steps

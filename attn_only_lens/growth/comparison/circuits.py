@@ -86,12 +86,13 @@ def find_circuits(
     progress: bool,
 ) -> list[ModelCircuit]:
     """Search for a circuit in every model, and compute its edges."""
-    found = []
-    for model, label in zip(models, MODELS, strict=False):
-        circuit = _discover(model, contrast, sizes, progress and f"circuit of {label}")
-        names = alignment.names if model is models[0] else {}
-        found.append(_with_edges(model, contrast, circuit, names, sizes))
-    return found
+    labels = [progress and f"circuit of {label}" for label in MODELS]
+    circuits = _discover(models, contrast, alignment, sizes, labels)
+    names = [alignment.names, {}, {}]
+    return [
+        _with_edges(model, contrast, circuit, of_model, sizes)
+        for model, circuit, of_model in zip(models, circuits, names, strict=False)
+    ]
 
 
 def compare_circuits(
@@ -124,15 +125,25 @@ def compare_circuits(
 
 
 def _discover(
-    model: Any, contrast: Contrast, sizes: ComparisonSizes, progress: bool | str
-) -> Circuit:
-    return discover(
-        *(model, contrast),
-        faithfulness=sizes.faithfulness,
-        sites=Sites(positions=positions_of_sites(model, contrast)),
-        search=Search(seed=sizes.seed),
-        work=Work(progress=progress),
-    )
+    models: Sequence[Any],
+    contrast: Contrast,
+    alignment: Alignment,
+    sizes: ComparisonSizes,
+    labels: Sequence[bool | str],
+) -> list[Circuit]:
+    """Search for a circuit in every model; other searches start from the original's circuit."""
+    circuits, start = list[Circuit](), list[str]()
+    for model, label in zip(models, labels, strict=False):
+        circuit = discover(
+            *(model, contrast),
+            faithfulness=sizes.faithfulness,
+            sites=Sites(positions=positions_of_sites(model, contrast)),
+            search=Search(seed=sizes.seed, start=start),
+            work=Work(progress=label),
+        )
+        circuits.append(circuit)
+        start = start or renamed(site_ids(circuit.frame), alignment.names)
+    return circuits
 
 
 def _with_edges(
@@ -211,13 +222,13 @@ def _intervals(
     require_resamples(len(contrast), as_metric(contrast.metric))
     indices = list[list[float]]()
     for number, (half, _) in enumerate(random_halves(len(contrast), sizes.resamples, sizes.seed)):
-        label = progress and f"half {number + 1} of {sizes.resamples}"
-        some = contrast[half.tolist()]
-        nodes = list[set[str]]()
-        for i, model in enumerate(models):
-            circuit = _discover(model, some, sizes, label)
-            ids = site_ids(circuit.frame)
-            nodes.append(set(renamed(ids, {} if i else alignment.names)))
+        labels = [progress and f"half {number + 1} of {sizes.resamples}"] * len(models)
+        circuits = _discover(models, contrast[half.tolist()], alignment, sizes, labels)
+        names = [alignment.names, {}, {}]
+        nodes = [
+            set(renamed(site_ids(circuit.frame), of_model))
+            for circuit, of_model in zip(circuits, names, strict=False)
+        ]
         indices.append([_jaccard(*both) for both in pairwise(nodes)])
     low, high = np.quantile(indices, _TAILS, axis=0)
     return [dict(zip(columns, ends, strict=True)) for ends in zip(low, high, strict=True)]

@@ -120,9 +120,11 @@ class _Drops:
         """Replace the estimates of these components with exact drops."""
         left = [name for name in names if name in self.exact.index and not self.exact[name]]
         if left:
-            sites = Sites([self._names.get(name, name) for name in left], positions="all")
+            here = [self._names.get(name, name) for name in left]
+            sites = Sites(here, positions="all")
             sweep = activation_patch(*self._prompts, sites=sites, **self._options)
-            self.by_prompt.loc[left] = _falls(sweep).to_numpy()
+            # Rows of a sweep are in the order of the model's layers.
+            self.by_prompt.loc[left] = _falls(sweep).loc[here].to_numpy()
             self.exact[left] = True
 
 

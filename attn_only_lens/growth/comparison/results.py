@@ -10,12 +10,22 @@ import pandas as pd
 from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.storage import Document, FileDigest, check_files, file_digests, open_folder
+from attn_only_lens.storage import (
+    Document,
+    FileDigest,
+    atomic_folder,
+    check_files,
+    file_digests,
+    open_folder,
+    require_replaceable,
+)
 from attn_only_lens.storage.atomic import AnyPath
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
 MANIFEST = "comparison.json"
+_FILES = frozenset(f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json"))
+_OURS = (MANIFEST, *_FILES, "report.html", "circuit.html")  # and pages of the command `compare`
 OLD_JOINED, NEW_LAYERS = "old, but only in the grown model's circuit", "in new layers"
 JOINED = {
     OLD_JOINED: ("old site", "old sites"),
@@ -125,27 +135,31 @@ class Comparison:
         counts = pd.DataFrame(sizes).fillna(0).astype(int)  # NaN if all neurons are silent
         return counts.join(groups[columns].mean()).reset_index()
 
+    @staticmethod
+    def check_folder(folder: str | Path) -> Path:
+        """Return a folder's resolved path; raise CheckpointError if `save` would refuse it."""
+        return require_replaceable(folder, _OURS, MANIFEST)
+
     def save(self, folder: str | Path) -> Path:
-        """Write `comparison.json`, and each frame as a CSV file with a JSON file that describes it.
+        """Write `comparison.json` and each frame as a CSV file, completely or not at all.
 
         Args:
-            folder: path of the folder, which is created if necessary; files of an earlier
-                comparison in it are replaced.
+            folder: path of a new folder, or of an earlier comparison's, which is replaced with its
+                pages `report.html` and `circuit.html`.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: the path is a file, or the folder cannot be written.
+            CheckpointError: the path is a file, or a folder with other files; or the folder cannot
+                be written.
         """
-        there = open_folder(folder)
         about = _finite(dict(self.about))
-        _DOCUMENT.text(tokens=self.tokens, about=about, files={})  # refused before files change
-        for name in _FRAMES:
-            write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
-        # Write the manifest last, so that a folder that is only partly written cannot be read.
-        files = file_digests(there, _files())
-        _DOCUMENT.write(there / MANIFEST, tokens=self.tokens, about=about, files=files)
+        with atomic_folder(folder, _OURS, MANIFEST) as new:
+            for name in _FRAMES:
+                write_table(new / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
+            files = file_digests(new, _FILES)
+            _DOCUMENT.write(new / MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
 
     def __repr__(self) -> str:
@@ -164,8 +178,8 @@ def read_comparison(folder: AnyPath) -> Comparison:
     """
     there = open_folder(folder)
     manifest = _DOCUMENT.read(there / MANIFEST)
-    if manifest["files"].keys() != _files():
-        got, expected = sorted(manifest["files"]), sorted(_files())
+    if manifest["files"].keys() != _FILES:
+        got, expected = sorted(manifest["files"]), sorted(_FILES)
         raise CheckpointError(f"{there} has files {got}; expected {expected}")
     check_files(there, manifest["files"])
     frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
@@ -175,10 +189,6 @@ def read_comparison(folder: AnyPath) -> Comparison:
         if "exact" in frame:
             frame["exact"] = frame["exact"].astype(str) == "True"
     return Comparison(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])
-
-
-def _files() -> set[str]:
-    return {f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json")}
 
 
 def _finite(value: Any) -> Any:
