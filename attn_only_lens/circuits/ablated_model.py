@@ -25,7 +25,6 @@ first order, g · (z - ablated z) to the error.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -34,13 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.ablated_points import (
-    AblatedPoint,
-    Flags,
-    Floats,
-    Rows,
-    ablated_points,
-)
+from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -246,8 +239,9 @@ class AblatedModel:
         values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
         def run(chosen: Tensor) -> Tensor:
-            kept = self._kept([circuits[i] for i in chosen.tolist()])
-            return self._replay.values(self._variants(kept))
+            hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
+            stream = self._replay.recorded_stream(0, self._first, len(chosen))
+            return self._replay.values(Variants(0, self._first, stream, hooks))
 
         every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
@@ -260,36 +254,8 @@ class AblatedModel:
             kept[row, circuit] = True
         return kept
 
-    def _variants(self, kept: Flags) -> Variants:
-        """Return runs of circuits; circuits that are alike up to some block are one up to there."""
-        if not self._replay.can_branch(self._first):
-            stream = self._replay.recorded_stream(0, self._first, len(kept))
-            return Variants(0, self._first, stream, self._hooks(kept))
-        states, parents = np.zeros(len(kept), dtype=np.int64), dict[int, Rows]()
-        hooks = list[tuple[str, Callable[..., Any]]]()
-        for block, some in groupby(sorted(self._points, key=_block), key=_block):
-            points = list(some)
-            inside = np.packbits(kept[:, np.concatenate([point.rows for point in points])], axis=1)
-            keys = [(state, flags.tobytes()) for state, flags in zip(states, inside, strict=True)]
-            members = {key: circuit for circuit, key in enumerate(keys)}
-            which, numbers = list(members.values()), {key: i for i, key in enumerate(members)}
-            parents[block], states = states[which], np.array([numbers[key] for key in keys])
-            hooks += [point.hook(kept[which], self._first, None) for point in points]
-        parents[self._replay.n_blocks] = states
-        branches, n = dict[int, Tensor](), len(parents.pop(0, [0]))
-        stream = self._replay.recorded_stream(0, self._first, n)
-        for block, parent in parents.items():
-            if len(parent) > n or (parent != np.arange(n)).any():
-                rows = parent[:, None] * self._replay.batch + np.arange(self._replay.batch)
-                branches[block], n = torch.from_numpy(rows.flatten()), len(parent)
-        return Variants(0, self._first, stream, hooks, branches=branches)
-
     def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
-
-
-def _block(point: AblatedPoint) -> int:
-    return point.block
 
 
 def ablated_run(

@@ -32,7 +32,6 @@ class AblatedPoint:
     """
 
     name: str
-    block: int
     replacement: Float[Tensor, "batch pos head_index d_head"]
     rows: Rows  # each site's row in the frame of all sites
     index: Rows
@@ -85,8 +84,7 @@ def ablated_points(
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
-        host = host_of(model)
-        name, block = host.hook_name(layer, kind, "z"), host.block(layer, kind)
+        name = host_of(model).hook_name(layer, kind, "z")
         if kind not in NEURON_KINDS:
             replacement = source.hooked[name]
         else:
@@ -102,5 +100,5 @@ def ablated_points(
             place_of = np.arange(replacement.shape[1])[None]
         index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
         columns = rows.index.to_numpy(), index, places, place_of
-        points.append(AblatedPoint(name, block, replacement, *columns))
+        points.append(AblatedPoint(name, replacement, *columns))
     return points

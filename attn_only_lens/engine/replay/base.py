@@ -1,8 +1,7 @@
 """Run only a model's last blocks, for many patched copies of a run (variants) at once.
 
 Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
-variant r // n. Variants that start at different blocks can run together (`Joined`), and variants
-that are alike up to some block can run as one up to there (`Variants.branches`). A replay
+variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
 computes only the activations that its variants can change and that the metric needs. Earlier
 blocks, and logits that the metric does not read, are skipped. Causal models also skip positions
 before `first`, and use the recorded keys and values. Before its first use, a replay must reproduce
@@ -12,7 +11,7 @@ the recorded logits, and its edits must have the same effects as hooks (`edit_ch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -53,8 +52,6 @@ class Variants:
         hooks: edits at hook points in this block and later blocks.
         mlp: the module or hook point in this block to whose output `added` is added; None if
             nothing is added.
-        branches: for blocks before which some variants part, the row that each row continues;
-            block `n_blocks` is the end of the last block.
     """
 
     block: int
@@ -63,12 +60,6 @@ class Variants:
     hooks: Hooks = ()
     mlp: nn.Module | None = None
     added: Float[Tensor, "row pos d_model"] | None = None
-    branches: Mapping[int, Int[Tensor, "row"]] = field(default_factory=dict)
-
-    @property
-    def n_rows(self) -> int:
-        """The number of rows after the last branch."""
-        return max(len(self.stream), *map(len, self.branches.values()), 0)
 
 
 class Joined:
@@ -78,7 +69,6 @@ class Joined:
         first: the first position at which the variants differ from the unpatched run.
         block: the first block that any variant runs.
         n_rows: the number of rows of all variants.
-        grows: whether later blocks have more rows than the first.
     """
 
     def __init__(self, *members: Variants) -> None:
@@ -86,26 +76,15 @@ class Joined:
         assert blocks == sorted(blocks)
         assert len({variants.first for variants in members}) == 1
         self.members, self.first, self.block = members, members[0].first, blocks[0]
-        self.n_rows = sum(variants.n_rows for variants in members)
-        self._branches = members[0].branches if len(members) == 1 else {}
-        assert self._branches or not any(variants.branches for variants in members)
-        self.grows = len(members) > 1 or bool(self._branches)
+        self.n_rows = sum(len(variants.stream) for variants in members)
 
     def entering(self, block: int) -> list[Variants]:
         """Return the variants that start at a block."""
         return [variants for variants in self.members if variants.block == block]
 
-    def changes(self, block: int) -> bool:
-        """Return whether variants start or part at a block."""
-        return bool(self.entering(block)) or block in self._branches
-
-    def parted(self, block: int, x: Tensor) -> Tensor:
-        """Return the rows of variants after they part at a block."""
-        return x[self._branches[block].to(x.device)] if block in self._branches else x
-
     def stream(self, block: int, x: Residual | None) -> Residual:
         """Return a block's input stream for all variants that start at this block or earlier."""
-        streams = [] if x is None else [self.parted(block, x)]
+        streams = [] if x is None else [x]
         streams += [variants.stream for variants in self.entering(block)]
         return streams[0] if len(streams) == 1 else torch.cat(streams)
 
@@ -281,27 +260,6 @@ class Replay(ABC):
             for earlier in range(block + 1)
         )
 
-    @torch.no_grad()
-    def can_branch(self, first: int) -> bool:
-        """Test whether variants may part: whether blocks keep nothing that belongs to a row."""
-        if self.precise is not self:
-            with full_precision():
-                return self.precise.can_branch(first)
-        if not self.joins or self.tested.covers("branches", self.recording):
-            return self.joins
-        stream = self.recorded_stream(0, first, 2)
-        noise = normal_numbers(stream[: self.batch].shape).to(stream) * stream.std()
-        stream[: self.batch] += noise
-        swapped = torch.arange(len(stream), device="cpu").roll(self.batch)
-        ends = range(1, self.n_blocks + self.n_blocks % 2)  # an odd number
-        with suppress_refusals():
-            expected = self.logits(Variants(0, first, stream))
-            got = self.logits(Variants(0, first, stream, branches=dict.fromkeys(ends, swapped)))
-            if self._agree(got[swapped], expected, expected.abs().max()):
-                self.tested.add("branches", self.recording)
-                return True
-        return False
-
     @property
     @abstractmethod
     def cached_numbers_per_token(self) -> int:
@@ -314,7 +272,7 @@ class Replay(ABC):
         The logits of many rows would fill the memory, so they are computed for a few rows at once.
         """
         at_once = max(1, _LOGITS_AT_ONCE // (_LOGITS * self.logits_per_variant)) * self.batch
-        if sum(some.n_rows for some in variants) <= at_once:
+        if sum(len(some.stream) for some in variants) <= at_once:
             logits = self.logits(*variants)
             return self.metric.on_cpu(logits.unflatten(0, (-1, self.batch)))
         stream, first = self._faster(self.last_stream, variants), variants[0].first

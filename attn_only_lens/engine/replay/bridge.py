@@ -177,10 +177,10 @@ class BridgeReplay(Replay):
             for index, block in enumerate(self.model.blocks):
                 if index < joined.block:
                     stack.enter_context(_replace_forward(block, partial(pass_on, index)))
-                elif index == joined.block or joined.grows:
+                elif index == joined.block or len(joined.members) > 1:
                     hook = partial(enter, index)
                     stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
-            if joined.changes(n_blocks):
+            if joined.entering(n_blocks):
                 stack.enter_context(self.model.blocks[-1].register_forward_hook(leave))
             yield
 

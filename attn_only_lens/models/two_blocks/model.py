@@ -188,12 +188,12 @@ class _TwoBlocksReplay(HookedReplay):
 
     def enter(self, joined: Joined, block: int) -> None:
         """If neuron blocks read attention's input, restore this input from the recording."""
-        if not (self.model.cfg.parallel_attn_mlp and block % 2 and joined.changes(block)):
-            return
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
+        if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
+            return
         values, layer = self.model.passing.values, block_layer(block - 1)
         recorded = self.recorded_stream(block - 1, joined.first, n)
-        earlier = [joined.parted(block, values[layer])] if layer in values else []
+        earlier = [values[layer]] if layer in values else []
         values[layer] = torch.cat([*earlier, recorded])
 
 
