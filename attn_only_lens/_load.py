@@ -16,6 +16,7 @@ from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.growth.comparison.results import MANIFEST as COMPARISON
 from attn_only_lens.growth.comparison.results import read_comparison
 from attn_only_lens.growth.models.grown_folder import read_provenance
+from attn_only_lens.models.source_folder import CONFIG
 from attn_only_lens.neurons.statistics import HeadStatistics, NeuronStatistics
 from attn_only_lens.patching.results import Paths, Sweep
 from attn_only_lens.storage import read_json
@@ -134,7 +135,11 @@ def _is_result(path: AnyPath) -> bool:
     """Return whether a path is one of a result: by its ending or, for a folder, by its files."""
     if os.path.isdir(path):
         return any(os.path.exists(os.path.join(path, name)) for name in _FOLDERS)
-    return Path(path).suffix in _FORMATS
+    suffix = Path(path).suffix
+    if os.path.isfile(path) and suffix not in (*_FORMATS, ".gguf"):
+        expected = f"expected a name that ends in {', '.join(_FORMATS)}, or the folder of a model"
+        raise CheckpointError(f"{path} is a file; {expected}")
+    return suffix in _FORMATS
 
 
 def _read_result(path: Path, metric: AnyMetric | None) -> Any:
@@ -144,6 +149,8 @@ def _read_result(path: Path, metric: AnyMetric | None) -> Any:
     if os.path.isdir(path):
         files = ", ".join(_EXPLANATION)
         raise CheckpointError(f"{path} holds an explanation; load one of its files: {files}")
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is missing; expected the file of {_EXPECTED}")
     stored = _FORMATS[path.suffix](path)
     kind = str(stored).removeprefix("attn_only_lens.")
     if kind == "Contrast":
@@ -152,5 +159,7 @@ def _read_result(path: Path, metric: AnyMetric | None) -> Any:
         raise InputError([f"got metric={metric!r} for {path}, which is no contrast"], _PROBLEM)
     if kind not in _READERS:
         hint = ", which transcoders.load reads" * (kind == "Transcoder")
-        raise CheckpointError(f"{path} has format {stored!r}{hint}; expected {_EXPECTED}")
+        whole = any(os.path.exists(path.parent / name) for name in (COMPARISON, CONFIG))
+        folder = f". It is a part of {path.parent}: load that folder" * whole
+        raise CheckpointError(f"{path} has format {stored!r}{hint}; expected {_EXPECTED}{folder}")
     return _READERS[kind](path)

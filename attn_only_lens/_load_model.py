@@ -40,7 +40,7 @@ def load_model(
     """Load a model by its name or from a folder; `attn_only_lens.load` describes the arguments."""
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, torch.nn.Module):
-            raise CheckpointError(f"got {model!r}; expected a path or a name")
+            raise CheckpointError(f"got {a_type(model)}; expected a path or a name")
         raise CheckpointError(
             f"got {a_type(model)}; expected a path or a name: write a transformers model to a "
             "folder with model.save_pretrained(folder) and tokenizer.save_pretrained(folder); "

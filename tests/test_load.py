@@ -394,12 +394,16 @@ def not_results(folder):
     save_file({"x": torch.ones(3)}, folder / "weights.safetensors")
     yield folder / "weights.safetensors", "format None; expected a contrast"
     (folder / "config.json").write_text('{"n_layers": 3}')
-    yield folder / "config.json", "format None; expected a contrast"
+    for name in ("config.json", "weights.safetensors"):
+        yield folder / name, rf"format None; expected a contrast.* a part of {folder}: load that f"
+    (folder / "circuit.txt").write_text("{}")
+    yield folder / "circuit.txt", r"circuit\.txt is a file; expected a name that ends in \.json, "
     (folder / "list.json").write_text("[3, 5]")
     yield folder / "list.json", "format 'list'; expected a contrast"
     (folder / "table.csv").write_text("name,value\nL0N3,7\n")
-    yield folder / "table.csv", r"table\.csv\.json is missing"
-    yield folder / "gone.json", r"gone\.json is missing"
+    yield folder / "table.csv", r"table\.csv\.json is missing: `save` writes it with a table"
+    for name in ("gone.json", "gone.csv", "gone.parquet", "gone.safetensors"):
+        yield folder / name, rf"{name} is missing; expected the file of a contrast"
     (folder / "why").mkdir()
     (folder / "why" / "explanation.csv").write_text("id\nL0N3@5\n")
     yield folder / "why", r"an explanation; load one of its files: .*graph\.json"

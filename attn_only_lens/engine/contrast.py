@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -192,7 +193,7 @@ class Contrast:
             InputError: as in `prompt_pair`.
         """
         require_model(model)
-        reading = _reading(model)
+        reading = *_reading(model), *self._changes()
         kept, pair = self._pairs.get(model, (None, None))
         if pair is None or kept != reading:
             sides = (self.clean,) if self.corrupted is None else (self.clean, self.corrupted)
@@ -203,6 +204,12 @@ class Contrast:
         else:  # the model may have changed
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
+
+    def _changes(self) -> list[int]:
+        """Return torch's counts of changes of the tensors, which a user may change in place."""
+        given = self.clean, self.corrupted, self.mask
+        parts = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)
+        return [x._version for x in parts if isinstance(x, Tensor)]
 
     def solved_by(self, model: Any) -> "Contrast":
         """Return the pairs that a model solves: it prefers the right answer on both prompts.

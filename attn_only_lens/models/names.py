@@ -6,8 +6,8 @@ from pathlib import Path
 from attn_only_lens.errors import CheckpointError
 
 EXPECTED = (
-    "a Hugging Face name or folder, small-english, a folder that `save` or `grow` wrote, or the "
-    "folder of a HookedTransformer (transformer-lens 3.9)"
+    "a Hugging Face name or folder, small-english, modular-addition, a folder that `save` or "
+    "`grow` wrote, or the folder of a HookedTransformer (transformer-lens 3.9)"
 )
 
 

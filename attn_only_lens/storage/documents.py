@@ -194,4 +194,4 @@ def check_files(
     added = sorted(names - files.keys() - {seal})
     wrong += [f"{name} was added after the model was saved" for name in added]
     if wrong:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save the model again")
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}. Save it again")

@@ -99,8 +99,12 @@ def read_table_document(path: Path, document: Document) -> dict[str, Any]:
 
 def table_format(path: Path) -> Any:
     """Return the name of the format of a table's document."""
-    whole = parse(_parquet_document(path), path) if _is_parquet(path) else read_json(_sidecar(path))
-    return format_of(whole)
+    if _is_parquet(path):
+        return format_of(parse(_parquet_document(path), path))
+    if not (sidecar := _sidecar(path)).exists():
+        made = "`save` writes it with a table, which cannot be loaded without it"
+        raise CheckpointError(f"{sidecar} is missing: {made}")
+    return format_of(read_json(sidecar))
 
 
 def _parquet_document(path: Path) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
@@ -67,6 +68,7 @@ def comparison_report(comparison: Comparison) -> Page:
         The page. The tables contain only the components that changed most.
 
     Raises:
+        InputError: this is not the result of `compare`.
         ImportError: plotly is not installed.
 
     Example:
@@ -80,6 +82,8 @@ def comparison_report(comparison: Comparison) -> Page:
         >>> len(viz.comparison_report(found)) < 6_000_000
         True
     """
+    if not isinstance(comparison, Comparison):
+        refuse(f"got {a_type(comparison)}; expected the result of compare")
     about = comparison.about
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
     exact, new = every[every["exact"]], comparison.new[comparison.new["exact"]]

@@ -270,6 +270,8 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
     """Return each patch's effect and standard error, sorted by |effect| (ties keep their order)."""
+    if not isinstance(sweep, Sweep):
+        refuse(f"got {a_type(sweep)}; expected a sweep")
     refuse(*["the sweep has no rows"] * (not len(sweep)), *_length_reasons(sweep))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):

@@ -115,7 +115,8 @@ def circuit_view(
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     if isinstance(graph, Comparison):
         others = [x for x in (model, contrast, *vars(overlays).values(), *notes) if x is not None]
-        refuse(*[f"got {a_type(x)} with a comparison; expected only `state`" for x in others[:1]])
+        given = [*map(a_type, others), *[f"prompt={prompt!r}"] * (prompt != 0)]
+        refuse(*[f"got {some} with a comparison; expected only `state`" for some in given[:1]])
         return comparison_circuit(graph, state)
     if not isinstance(graph, CircuitGraph):
         refuse(f"got {a_type(graph)}; expected a graph, or a comparison")

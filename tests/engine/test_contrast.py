@@ -194,6 +194,10 @@ def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
     pair = some.pair(model)
     assert torch.equal(pair.clean, tokens(1))
     assert pair.real.all()
+    for prompts in (some.clean, some.corrupted):  # the contrast's own tokens
+        prompts[0][2] = 3
+        both = torch.stack([*some.clean, *some.corrupted])
+        assert torch.equal(some.pair(model).together[0], both)
 
 
 # Files

@@ -129,5 +129,9 @@ def test_the_circuit(opened):
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(InputError, match="got a GPT2 with a comparison; expected only `state`"):
         viz.circuit_view(comparison_of_two(), type("GPT2", (), {})())
+    with pytest.raises(InputError, match="got prompt=3 with a comparison"):
+        viz.circuit_view(comparison_of_two(), prompt=3)
+    with pytest.raises(InputError, match="got a str; expected the result of compare"):
+        viz.comparison_report("comparison/")
     with pytest.raises(InputError, match="neither circuit has a node"):
         viz.circuit_view(replace(comparison_of_two(), nodes=comparison_of_two().nodes[:0]))

@@ -129,6 +129,8 @@ def test_refused():
     for draw in (viz.heatmap, viz.bars):
         with pytest.raises(InputError, match="no rows"):
             draw(sweep().query("layer == 5"))
+        with pytest.raises(InputError, match="got a str; expected a sweep"):
+            draw("sweep.csv")
     many = values().iloc[:1].loc[[0] * 101].assign(index=range(101))
     many["name"] = [f"L0N{i}" for i in range(101)]
     for call in (lambda s: viz.heatmap(s, "name"), lambda s: viz.bars(s, k=101)):

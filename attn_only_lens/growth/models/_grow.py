@@ -264,8 +264,8 @@ def grow(
             originals[name] = tensor.clone(), tensor_digest([(name, part)])
     notes = [_CENTRED] * provenance.centred
     notes += [_UNTIED] * (weights.constants.tied and not larger.constants.tied)
-    if isinstance(expansion, PaddedExpansion):
-        padding = ", ".join(map(repr, expansion.padding.steps))
+    if isinstance(chosen, PaddedExpansion):
+        padding = ", ".join(map(repr, chosen.padding.steps))
         notes.append(f"padded: {growable.padded_because}: {padding}")
     if error is not None:
         notes.append(
