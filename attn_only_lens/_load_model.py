@@ -78,9 +78,12 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
     if is_saved(folder):
         return "saved"
     if not (folder / CONFIG).exists():
+        hidden = ""
+        if str(model).replace("_", "-") in _SHIPPED:
+            hidden = f"this folder hides the model {str(model)!r} that ships: rename it; or "
         raise CheckpointError(
             f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; "
-            f"{how_to_convert(folder)}expected {EXPECTED}"
+            f"{how_to_convert(folder)}{hidden}expected {EXPECTED}"
         )
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):

@@ -283,6 +283,18 @@ def test_refused(wanted, reasons):
     assert all(reason in str(error.value) for reason in reasons)
 
 
+def test_neurons_that_would_learn_are_not_padding(float64):
+    """sigmoid(0) is not 0, so output weights of neurons of zeros would get gradients."""
+    config = T5.config_class(**SIZES, feed_forward_proj="sigmoid")
+    bridge = bridged(randomise(T5(config).double().eval()))
+    with pytest.raises(InputError, match=r"sigmoid\(0\) is 0\.5, so neurons of zeros"):
+        grow(bridge, [growth.AddNeurons(5, **ENCODER)])
+    both = grow(bridge, [growth.AddNeurons(5), growth.AddHeads(1, **DECODER)])
+    with torch.no_grad():
+        models = (both.model.original_model, bridge.original_model)
+        assert relative(*map(run, models)) < EXACT
+
+
 def test_an_embedding_of_its_own_is_refused():
     changed = model()
     changed.decoder.embed_tokens.weight = Parameter(changed.shared.weight.detach().clone())

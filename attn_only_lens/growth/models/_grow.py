@@ -313,9 +313,12 @@ def _checked_expansion(
     if not against:
         sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         if growable.padded_because and (padding := _padding(sketch)).steps:
-            chosen = PaddedExpansion(chosen, padding)
+            chosen, against = (
+                PaddedExpansion(chosen, padding),
+                growable.reasons_against_padding(padding),
+            )
             sketch, _ = chosen.expand(weights.sketch(), own(), 0)
-        against = growable.reasons_against_weights(sketch)
+        against = [*against, *growable.reasons_against_weights(sketch)]
     InputError.raise_if([*reasons, *against], NOT_GROWN)
     return chosen
 

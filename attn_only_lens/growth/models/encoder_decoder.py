@@ -17,10 +17,14 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
+from attn_only_lens.growth.expansion.expansion import ExpansionSequence
+from attn_only_lens.growth.expansion.neurons import AddNeurons
 from attn_only_lens.growth.expansion.weights import (
     Axis,
     Constants,
@@ -60,6 +64,18 @@ class EncoderDecoderBridge(HuggingFaceBridge):
         "the configuration has one d_ff, num_heads and d_kv for all layers, so layers that did not "
         "grow got units of zeros, which compute and learn nothing"
     )
+
+    def reasons_against_padding(self, padding: ExpansionSequence) -> list[str]:
+        """Return why units of zeros would learn: neurons that are not 0 for an input of 0."""
+        config = self.model.original_model.config
+        at_zero = float(ACT2FN[config.dense_act_fn](torch.zeros(())))
+        neurons = any(isinstance(step, AddNeurons) for step in padding.steps)
+        if config.is_gated_act or not at_zero or not neurons:
+            return []
+        return [
+            f"{config.dense_act_fn}(0) is {at_zero:.3g}, so neurons of zeros in the layers that do "
+            "not grow would learn; expected neurons in all layers of both stacks"
+        ]
 
     @staticmethod
     def is_kind(model: Any) -> bool:

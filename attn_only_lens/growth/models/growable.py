@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import InputError
+from attn_only_lens.growth.expansion.expansion import ExpansionSequence
 from attn_only_lens.growth.expansion.weights import Weights
 
 PROBLEM = "this model cannot be saved in a folder"
@@ -58,6 +59,10 @@ class Growable(ABC):
     @abstractmethod
     def is_kind(model: Any) -> bool:
         """Return True if this subclass handles the model."""
+
+    def reasons_against_padding(self, padding: ExpansionSequence) -> list[str]:
+        """Return why units of zeros in smaller layers would not stay zero in training."""
+        return []
 
     @abstractmethod
     def reasons_against(self) -> list[str]:
