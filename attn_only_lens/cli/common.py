@@ -73,6 +73,7 @@ CHOICES = MappingProxyType(
         "direction": (*DIRECTIONS, *ABLATIONS),
         "gate": ("exact", "bilinear"),
         "rows": ("layer", "name"),
+        "stack": ("encoder", "decoder"),
     }
 )
 """The values of each option that takes one of a few words."""

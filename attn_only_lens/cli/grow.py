@@ -40,6 +40,9 @@ def grow(
             "new layers start as copies of the layer before, with zero outputs", _LAYERS, "--copy"
         ),
     ] = False,
+    stack: Annotated[
+        str | None, option("of T5: the stack of the new layers, encoder or decoder", _LAYERS)
+    ] = None,
     seed: Annotated[int, option("seed of the new weights"), COUNT] = 0,
 ) -> None:
     """Make a larger model that computes the same function.
@@ -53,6 +56,8 @@ def grow(
         raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected different folders")
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
+    if stack is not None and insert is None:
+        raise AttnOnlyLensError("--stack needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert", least=0))
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
@@ -80,7 +85,8 @@ def grow(
             "those of a larger model; grow the model that you saved before you attached them"
         )
     hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
-    layers = [InsertLayer(depth, copy=copy) for depth in depths] or None
+    of_stack: Any = stack
+    layers = [InsertLayer(depth, copy=copy, stack=of_stack) for depth in depths] or None
     with working("growing"):
         grown = grow_model(loaded, layers, **sizes, n_layers=n_layers, seed=seed)
         grown.save_pretrained(out)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from bridges import bridged, randomise
-from common import D_MLP, D_VOCAB, needs_transformer_lens_4, relative
+from common import D_MLP, D_VOCAB, needs_transformer_lens_4, relative, run_cli
 from growing import in_float64, is_new, largest_difference, same_bits, state, worst_activation
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
@@ -229,6 +229,22 @@ def test_a_folder_generates_and_grows_again(tmp_path):
     assert [block.layer[0].dropout.p for block in wrapped.encoder.block] == [0.0, 0.0, 0.3]
     assert not wrapped.shared.weight.requires_grad
     assert wrapped.shared.weight is wrapped.decoder.embed_tokens.weight
+
+
+def test_the_command_inserts_layers_into_a_stack(tmp_path):
+    original = model("gated", torch.float32)
+    original.save_pretrained(tmp_path / "small")
+    larger, insert = tmp_path / "larger", ("--insert", 0, "--copy")
+    result = run_cli("grow", tmp_path / "small", larger, *insert)
+    assert "--stack encoder" in result.output
+    for options in (("--d-mlp", 41, "--stack", "encoder"), (*insert, "--stack", "middle")):
+        assert run_cli("grow", tmp_path / "small", larger, *options).exit_code == 2
+    assert not larger.exists()
+    result = run_cli("grow", tmp_path / "small", larger, *insert, "--stack", "decoder")
+    assert result.exit_code == 0, result.output
+    alone = transformers.AutoModelForSeq2SeqLM.from_pretrained(larger)
+    assert (len(alone.encoder.block), len(alone.decoder.block)) == (2, 4)
+    assert relative(run(alone), run(original)) < FLOAT32
 
 
 def test_names():
