@@ -205,11 +205,15 @@ class Contrast:
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
 
-    def _changes(self) -> list[int]:
-        """Return torch's counts of changes of the tensors, which a user may change in place."""
+    def _changes(self) -> list[object]:
+        """Return torch's counts of changes of the tensors, which a user may change in place.
+
+        Inference tensors do not count changes, so they are always treated as changed.
+        """
         given = self.clean, self.corrupted, self.mask
         parts = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)
-        return [x._version for x in parts if isinstance(x, Tensor)]
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        return [object() if x.is_inference() else x._version for x in tensors]
 
     def solved_by(self, model: Any) -> "Contrast":
         """Return the pairs that a model solves: it prefers the right answer on both prompts.

@@ -200,6 +200,15 @@ def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
         assert torch.equal(some.pair(model).together[0], both)
 
 
+def test_tokens_of_inference_mode_are_read(model):
+    with torch.inference_mode():
+        some = Contrast(tokens(1).clone(), tokens(2).clone(), METRIC)
+    for changed_token in (3, 5):
+        with torch.inference_mode():
+            some.clean[0, 2] = changed_token
+        assert torch.equal(some.pair(model).clean, some.clean)
+
+
 # Files
 
 
