@@ -32,7 +32,7 @@ def runs(monkeypatch):
 
 
 def found(model, task, folder, **options):
-    how = {"sites": p.Sites(positions="roles"), "search": Search(resamples=4)} | options
+    how = {"sites": p.Sites(positions="roles"), "search": Search(resamples=2)} | options
     return discover(model, task, work=Work(resume=folder, progress=False), **how)
 
 
@@ -46,7 +46,7 @@ def same(one, other):
 def test_an_interrupted_search_computes_nothing_twice(model, task, runs, tmp_path):
     computed, at_most = runs
     alone, n = found(model, task, None), len(computed)
-    for stop in (0, 3, n // 2, n - 1):
+    for stop in (3, n - 1):
         at_most[0] = stop
         computed.clear()
         folder = tmp_path / f"{stop}"
@@ -61,8 +61,8 @@ def test_an_interrupted_search_computes_nothing_twice(model, task, runs, tmp_pat
 
 def test_a_search_in_chunks_of_prompts_resumes(model, task, runs, tmp_path):
     computed, _ = runs
-    work = Work(prompts_at_once=5, progress=False, resume=tmp_path / "parts")
-    how = {"sites": p.Sites(positions="roles"), "search": Search(resamples=4), "work": work}
+    work = Work(prompts_at_once=3, progress=False, resume=tmp_path / "parts")
+    how = {"sites": p.Sites(positions="roles"), "search": Search(resamples=2), "work": work}
     first = discover(model, task, **how)
     computed.clear()
     same(discover(model, task, **how), first)

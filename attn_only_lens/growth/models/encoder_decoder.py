@@ -68,7 +68,7 @@ class EncoderDecoderBridge(HuggingFaceBridge):
     def reasons_against_padding(self, padding: ExpansionSequence) -> list[str]:
         """Return why units of zeros would learn: neurons that are not 0 for an input of 0."""
         config = self.model.original_model.config
-        at_zero = float(ACT2FN[config.dense_act_fn](torch.zeros(())))
+        at_zero = float(ACT2FN[config.dense_act_fn](torch.zeros((), device="cpu")))
         neurons = any(isinstance(step, AddNeurons) for step in padding.steps)
         if config.is_gated_act or not at_zero or not neurons:
             return []
