@@ -218,6 +218,11 @@ REFUSED = {
         lambda m: Contrast(["a", "b"], ["a"], METRIC),
         "2 clean and 1 corrupted prompts",
     ),
+    "a path to grow": (lambda m: grow("out/model", d_mlp=41), r"pass load\('out/model'\)"),
+    "a sweep's frame": (
+        lambda m: viz.heatmap(p.activation_patch(m, PAIR, sites=["L0N3@1"]).frame),
+        "got the frame of a sweep; expected the sweep itself",
+    ),
     "pair": (lambda m: PAIR[3], "got pair 3; expected 0 to 0"),
     "repeated answers": (
         lambda m: explain(m, replace(PAIR, metric=p.probability_diff([[7, 7]], [[8]]))),
@@ -269,7 +274,7 @@ REFUSED = {
     ),
     "rows of a heatmap": (lambda m: viz.heatmap(SWEEP, rows="head"), "got rows='head'"),
     "matrix": (lambda m: viz.heatmap([[1.0]]), "expected a sweep, or a frame from"),
-    "large matrix": (lambda m: viz.heatmap(VALUES.iloc[:0]), "got a 0 × "),
+    "large matrix": (lambda m: viz.heatmap(VALUES[["value"]].iloc[:0]), "got a 0 × "),
     "texts of a pattern": (
         lambda m: viz.attention_view(m, ["L0H1"], ["a", "b"]),
         "got a list of texts",

@@ -375,6 +375,8 @@ def _titled(
 def _matrix_reasons(matrix: object) -> list[str]:
     if not isinstance(matrix, pd.DataFrame):
         return [f"got {a_type(matrix)}; expected a sweep, or a frame from circuits.transfer"]
+    if {"name", "position", "value"} <= {*matrix.columns}:
+        return ["got the frame of a sweep; expected the sweep itself"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
         return [f"got a {size} matrix; expected 1 to {MOST_LABELS} circuits and tasks"]

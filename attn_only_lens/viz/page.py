@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
+_NOT_WRITTEN = "this picture cannot be written"
 _WHITE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
@@ -100,9 +101,8 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
         The path.
 
     Raises:
-        TypeError: `picture` is neither a page nor a plotly figure, or it is not the page of a
-            circuit and the path ends in .svg.
-        InputError: the path has another ending.
+        InputError: the path has another ending; `picture` is neither a page nor a plotly figure, or
+            it is not the page of a circuit and the path ends in .svg.
 
     Example:
         >>> import tempfile
@@ -116,15 +116,13 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
         '<svg/>'
     """
     path = as_path(path)
-    InputError.raise_if(ending_reasons(path, ".html", ".svg"), "this picture cannot be written")
+    InputError.raise_if(ending_reasons(path, ".html", ".svg"), _NOT_WRITTEN)
     plotly = sys.modules.get("plotly.basedatatypes")  # a figure exists only if plotly is loaded
     if path.suffix == ".svg":
         text = getattr(picture, "picture", None)
         if text is None:
-            raise TypeError(
-                f"got {a_type(picture)} without an SVG; expected a circuit's page, or a path that "
-                "ends in .html"
-            )
+            reason = f"got {a_type(picture)} without an SVG; expected a circuit's page, or a path"
+            raise InputError([f"{reason} that ends in .html"], _NOT_WRITTEN)
     elif isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -133,7 +131,8 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
         head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
         text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
     else:
-        raise TypeError(f"got {a_type(picture)}; expected a page or a plotly figure")
+        reason = f"got {a_type(picture)}; expected a page or a plotly figure"
+        raise InputError([reason], _NOT_WRITTEN)
     write_text(path, text)
     return path
 

@@ -42,9 +42,9 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     whole = path.read_text("utf-8")
     assert "Plotly.newPlot" in whole
     assert not re.search(r"<script[^>]+src=", whole)
-    with pytest.raises(TypeError, match="got a dict"):
+    with pytest.raises(InputError, match="got a dict"):
         viz.write({}, path)
-    with pytest.raises(TypeError, match=r"got a str without an SVG; expected a circuit's page"):
+    with pytest.raises(InputError, match=r"got a str without an SVG; expected a circuit's page"):
         viz.write("<p>", path.with_suffix(".svg"))
     with pytest.raises(InputError, match=r"ends in \.html or \.svg"):
         viz.write("<p>", path.with_suffix(".png"))

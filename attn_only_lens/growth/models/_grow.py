@@ -439,7 +439,9 @@ def growable_of(model: Any) -> Growable:
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)
-    got = a_type(model, with_module=True)
+    got = a_type(model, with_module=isinstance(model, nn.Module))
+    if isinstance(model, str | os.PathLike):
+        got = f"{str(model)!r}, which is not loaded: pass load({str(model)!r})"
     if isinstance(model, TransformerBridge):  # a bridge with exposed neuron-heads has another class
         got = f"a TransformerBridge of {model.cfg.architecture}"
     raise InputError(
