@@ -26,7 +26,7 @@ SHARE = 0.5  # assumed share of the peak speeds
 # The kernels of a call on a bridge, when the model has been tested: for any number of layers, and
 # for each layer. A sweep of 1,000 names has seven to nine batches.
 KERNELS = {"attribution": (406, 253), "sweep": (374, 756), "forward": (34, 57)}
-HOST = 72e-6  # seconds: one thread of an AMD EPYC, for a kernel and the Python code around it
+HOST = 72e-6  # seconds: one thread of an Intel Xeon, for a kernel and the Python code around it
 DEVICES = 8
 NUMBER = 4  # bytes of a float32 number
 
