@@ -16,8 +16,7 @@ from .engine.contrast import Contrast
 from .engine.prompts import chat_tokens
 from .explanation import explain
 from .gates import GeneralizedSiLU
-from .growth.comparison._compare import compare
-from .growth.models._grow import grow
+from .growth import compare, grow
 from .heads import HeadName, neuron_pattern
 from .models.checkpoint import save
 from .models.convert import convert

@@ -13,9 +13,7 @@ from attn_only_lens.circuits.graph import read_graph
 from attn_only_lens.engine.contrast import read_contrast
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.errors import CheckpointError, InputError
-from attn_only_lens.growth.comparison.results import MANIFEST as COMPARISON
-from attn_only_lens.growth.comparison.results import read_comparison
-from attn_only_lens.growth.models.grown_folder import read_provenance
+from attn_only_lens.growth import COMPARISON, read_comparison, read_provenance
 from attn_only_lens.models.source_folder import CONFIG
 from attn_only_lens.neurons.statistics import HeadStatistics, NeuronStatistics
 from attn_only_lens.patching.results import Paths, Sweep

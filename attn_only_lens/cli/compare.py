@@ -35,7 +35,7 @@ from attn_only_lens.errors import AttnOnlyLensError, ComparisonError, InputError
 from attn_only_lens.models.names import model_reasons
 
 if TYPE_CHECKING:
-    from attn_only_lens.growth.comparison.results import Comparison
+    from attn_only_lens.growth import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
 _MEANINGS = (
@@ -105,9 +105,7 @@ def compare(
     from attn_only_lens import viz
     from attn_only_lens._load_model import is_hooked
     from attn_only_lens.engine.contrast import Contrast
-    from attn_only_lens.growth import ComparisonSizes
-    from attn_only_lens.growth.comparison.results import Comparison
-    from attn_only_lens.growth.models.grown_folder import read_provenance
+    from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
     from attn_only_lens.models.source_folder import PROVENANCE
     from attn_only_lens.viz.page import import_extra
 

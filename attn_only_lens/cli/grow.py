@@ -68,8 +68,7 @@ def grow(
     if bool(depths) == any(size is not None for size in (*sizes.values(), n_layers)):
         raise AttnOnlyLensError("give either sizes, such as --d-mlp 4096, or --insert")
     from attn_only_lens import grow as grow_model
-    from attn_only_lens.growth import InsertLayer
-    from attn_only_lens.growth.expansion.weights import Axis
+    from attn_only_lens.growth import Axis, InsertLayer
     from attn_only_lens.heads.host import transcoder_reasons
     from attn_only_lens.models.in_place import hide
     from attn_only_lens.models.two_blocks import AttentionOnlyTransformer

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.growth.comparison.results import Comparison
+from attn_only_lens.growth import Comparison
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure

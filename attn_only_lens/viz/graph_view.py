@@ -14,7 +14,7 @@ from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.positions import missing_role_reasons
-from attn_only_lens.growth.comparison.results import Comparison
+from attn_only_lens.growth import Comparison
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.comparison_pages import comparison_circuit
 from attn_only_lens.viz.graph_details import (

@@ -23,9 +23,9 @@ from attn_only_lens.storage.atomic import AnyPath
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 _FRAMES = ("heads", "neurons", "new", "silent", "circuits", "parts", "nodes", "edges")
-MANIFEST = "comparison.json"
+COMPARISON = "comparison.json"
 _FILES = frozenset(f"{name}.csv{end}" for name in _FRAMES for end in ("", ".json"))
-_OURS = (MANIFEST, *_FILES, "report.html", "circuit.html")  # and pages of the command `compare`
+_OURS = (COMPARISON, *_FILES, "report.html", "circuit.html")  # and pages of the command `compare`
 OLD_JOINED, NEW_LAYERS = "old, but only in the grown model's circuit", "in new layers"
 JOINED = {
     OLD_JOINED: ("old site", "old sites"),
@@ -138,7 +138,7 @@ class Comparison:
     @staticmethod
     def check_folder(folder: str | Path) -> Path:
         """Return a folder's resolved path; raise CheckpointError if `save` would refuse it."""
-        return require_replaceable(folder, _OURS, MANIFEST)
+        return require_replaceable(folder, _OURS, COMPARISON)
 
     def save(self, folder: str | Path) -> Path:
         """Write `comparison.json` and each frame as a CSV file, completely or not at all.
@@ -155,11 +155,11 @@ class Comparison:
                 be written.
         """
         about = _finite(dict(self.about))
-        with atomic_folder(folder, _OURS, MANIFEST) as new:
+        with atomic_folder(folder, _OURS, COMPARISON) as new:
             for name in _FRAMES:
                 write_table(new / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
             files = file_digests(new, _FILES)
-            _DOCUMENT.write(new / MANIFEST, tokens=self.tokens, about=about, files=files)
+            _DOCUMENT.write(new / COMPARISON, tokens=self.tokens, about=about, files=files)
         return Path(folder)
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ def read_comparison(folder: AnyPath) -> Comparison:
         CheckpointError: the folder is missing, damaged, or has another format version.
     """
     there = open_folder(folder)
-    manifest = _DOCUMENT.read(there / MANIFEST)
+    manifest = _DOCUMENT.read(there / COMPARISON)
     if manifest["files"].keys() != _FILES:
         got, expected = sorted(manifest["files"]), sorted(_FILES)
         raise CheckpointError(f"{there} has files {got}; expected {expected}")
