@@ -131,8 +131,8 @@ MUTATIONS = [
     ),
     Mutation(
         "circuits/ablated_model.py",
-        "_digest([self.prompts, *map(np.sort, circuits)])",
-        "_digest([*map(np.sort, circuits)])",
+        "digest(circuits, self.prompts)",
+        "digest(circuits)",
         "a resumed search of a half of the prompts reads what another half gave",
         "tests/circuits/test_resume.py",
     ),

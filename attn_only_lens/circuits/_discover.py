@@ -119,10 +119,12 @@ def discover(
     groups = site_groups(model, pair, sites, "z")
     candidates = site_rows(groups)
     places = checked_places(pair, candidates)
-    known = site_ids(candidates) if search.start else pd.Series()
-    if unknown := sorted({*search.start} - {*known}):
-        reason = f"got a start with {unknown[:3]}; expected candidates, such as {known.iloc[-1]!r}"
+    # Rows of a ranking are in the order of the candidates.
+    ids = site_ids(candidates) if search.start or work.resume else pd.Series(dtype=object)
+    if unknown := sorted({*search.start} - {*ids}):
+        reason = f"got a start with {unknown[:3]}; expected candidates, such as {ids.iloc[-1]!r}"
         raise InputError([reason], _PROBLEM)
+    start = np.flatnonzero(ids.isin(search.start))
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
@@ -131,10 +133,9 @@ def discover(
         store = None
         if work.resume is not None:
             settings = prompt_settings(model, pair, metric, groups)
-            named = {"sites": site_ids(candidates).tolist(), "ablation": search.ablation}
-            products = {"float32 products": matmul_precision()}
-            store = ChunkStore(work.resume, settings | named | products)
-            work = replace(work, resume=None)
+            settings |= {"sites": ids.tolist(), "ablation": search.ablation}
+            settings |= {"float32 products": matmul_precision()}
+            store, work = ChunkStore(work.resume, settings), replace(work, resume=None)
         ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
@@ -152,7 +153,6 @@ def discover(
             ablated.store = store
             return ablated
 
-        start = np.flatnonzero(site_ids(frame).isin(search.start))
         find = partial(_smallest, ranking, search.order, faithfulness, start)
         ablated = ablate(pair)
         mean = effects @ ablated.weights if resamples else effects[:, 0]

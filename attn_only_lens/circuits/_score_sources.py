@@ -87,8 +87,8 @@ def score_sources(
 
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
-            prompt, too many pairs, unsupported norms or matrices.
-        InputError: the model has no such head, or `name` is a skip node or an error node.
+            prompt, too many pairs, unsupported norms or matrices; a name that is not a head's of
+            this model, or is one of a skip node or an error node.
         UnsupportedModelError: the shares do not add up.
 
     Example:

@@ -25,7 +25,6 @@ first order, g · (z - ablated z) to the error.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -34,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
+from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points, digest
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -248,7 +247,7 @@ class AblatedModel:
         """Return what is stored about circuits, or compute it and store it."""
         if self.store is None:
             return compute()
-        key = f"{name}-{_digest([self.prompts, *map(np.sort, circuits)])}"
+        key = f"{name}-{digest(circuits, self.prompts)}"
         if (arrays := self.store.get(key)) is None:
             arrays = {name: compute()}
             self.store.put(key, arrays)
@@ -277,14 +276,6 @@ class AblatedModel:
 
     def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
-
-
-def _digest(rows: Sequence[Rows]) -> str:
-    """Return a digest of several lists of row indices."""
-    digest = blake2b(digest_size=16)
-    for some in rows:
-        digest.update(np.int64(len(some)).tobytes() + some.astype(np.int64).tobytes())
-    return digest.hexdigest()
 
 
 def ablated_run(

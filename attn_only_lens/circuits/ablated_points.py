@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -20,6 +21,15 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+_NO_PROMPTS: Rows = np.empty(0, dtype=np.int64)
+
+
+def digest(circuits: Sequence[Rows], prompts: Rows = _NO_PROMPTS) -> str:
+    """Return a digest of circuits on some prompts; the order of a circuit's sites is left out."""
+    result = blake2b(np.int64(len(prompts)).tobytes() + prompts.tobytes(), digest_size=16)
+    for circuit in circuits:
+        result.update(np.int64(len(circuit)).tobytes() + np.sort(circuit).tobytes())
+    return result.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

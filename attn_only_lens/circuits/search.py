@@ -30,7 +30,6 @@ still exist.
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -38,7 +37,7 @@ from jaxtyping import Float
 
 from attn_only_lens.arguments import COUNT, RESAMPLES, one_of
 from attn_only_lens.circuits.ablated_model import ABLATIONS, ORDERS, AblatedModel, Ablation, Order
-from attn_only_lens.circuits.ablated_points import Rows
+from attn_only_lens.circuits.ablated_points import Rows, digest
 from attn_only_lens.errors import InputError
 
 _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
@@ -121,7 +120,7 @@ class SearchRun:
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
         self._ablated, self._wanted, self._near = ablated, wanted, near
         self.tried: list[dict[str, Any]] = []
-        self._measured: dict[bytes, tuple[float, float]] = {}
+        self._measured: dict[str, tuple[float, float]] = {}
         self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
     def smallest(
@@ -338,8 +337,8 @@ class SearchRun:
         The error is the larger one, unless the metric rises on some prompts and falls on others
         when all sites are ablated.
         """
-        keys = [blake2b(np.sort(circuit).tobytes()).digest() for circuit in circuits]
-        new = dict[bytes, tuple[Step, Rows]]()
+        keys = [digest([circuit]) for circuit in circuits]
+        new = dict[str, tuple[Step, Rows]]()
         for key, step, circuit in zip(keys, steps, circuits, strict=True):
             if key not in self._measured:
                 new.setdefault(key, (step, circuit))

@@ -72,6 +72,8 @@ def test_a_search_in_chunks_of_prompts_resumes(model, task, runs, tmp_path):
 def test_a_folder_of_another_search_is_refused(model, task, tmp_path):
     found(model, task[:4], tmp_path, search=Search())
     found(model, task[:4], tmp_path, search=Search(n_random=5), faithfulness=0.8)  # shares circuits
+    resampled = found(model, task[:4], tmp_path)
+    same(resampled, found(model, task[:4], None))
     for other, options, says in (
         (task[1:5], {}, "clean: got"),
         (task[:4], {"search": Search(ablation="mean")}, "ablation: got"),

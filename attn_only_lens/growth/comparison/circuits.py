@@ -88,10 +88,9 @@ def find_circuits(
     """Search for a circuit in every model, and compute its edges."""
     labels = [progress and f"circuit of {label}" for label in MODELS]
     circuits = _discover(models, contrast, alignment, sizes, labels)
-    names = [alignment.names, {}, {}]
     return [
-        _with_edges(model, contrast, circuit, of_model, sizes)
-        for model, circuit, of_model in zip(models, circuits, names, strict=False)
+        _with_edges(model, contrast, circuit, names, sizes)
+        for model, (circuit, names) in zip(models, circuits, strict=True)
     ]
 
 
@@ -130,9 +129,12 @@ def _discover(
     alignment: Alignment,
     sizes: ComparisonSizes,
     labels: Sequence[bool | str],
-) -> list[Circuit]:
-    """Search for a circuit in every model; other searches start from the original's circuit."""
-    circuits, start = list[Circuit](), list[str]()
+) -> list[tuple[Circuit, Mapping[str, str]]]:
+    """Search for a circuit in every model; other searches start from the original's circuit.
+
+    Return each circuit with the names that its parts have in the grown model, if they have others.
+    """
+    circuits, start = list[tuple[Circuit, Mapping[str, str]]](), list[str]()
     for model, label in zip(models, labels, strict=False):
         circuit = discover(
             *(model, contrast),
@@ -141,7 +143,7 @@ def _discover(
             search=Search(seed=sizes.seed, start=start),
             work=Work(progress=label),
         )
-        circuits.append(circuit)
+        circuits.append((circuit, {} if circuits else alignment.names))
         start = start or renamed(site_ids(circuit.frame), alignment.names)
     return circuits
 
@@ -224,11 +226,7 @@ def _intervals(
     for number, (half, _) in enumerate(random_halves(len(contrast), sizes.resamples, sizes.seed)):
         labels = [progress and f"half {number + 1} of {sizes.resamples}"] * len(models)
         circuits = _discover(models, contrast[half.tolist()], alignment, sizes, labels)
-        names = [alignment.names, {}, {}]
-        nodes = [
-            set(renamed(site_ids(circuit.frame), of_model))
-            for circuit, of_model in zip(circuits, names, strict=False)
-        ]
+        nodes = [set(renamed(site_ids(circuit.frame), names)) for circuit, names in circuits]
         indices.append([_jaccard(*both) for both in pairwise(nodes)])
     low, high = np.quantile(indices, _TAILS, axis=0)
     return [dict(zip(columns, ends, strict=True)) for ends in zip(low, high, strict=True)]

@@ -313,10 +313,8 @@ def _checked_expansion(
     if not against:
         sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         if growable.padded_because and (padding := _padding(sketch)).steps:
-            chosen, against = (
-                PaddedExpansion(chosen, padding),
-                growable.reasons_against_padding(padding),
-            )
+            chosen = PaddedExpansion(chosen, padding)
+            against = growable.reasons_against_padding(padding)
             sketch, _ = chosen.expand(weights.sketch(), own(), 0)
         against = [*against, *growable.reasons_against_weights(sketch)]
     InputError.raise_if([*reasons, *against], NOT_GROWN)
