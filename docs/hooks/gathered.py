@@ -109,16 +109,7 @@ def source(module: str) -> Path:
 
 def public(module: str) -> dict[str, str]:
     """Map each name in a module's `__all__` to the full name of its definition."""
-    stub = source(module).with_suffix(".pyi")  # lazily imported names are listed in a stub
-    tree = ast.parse((stub if stub.is_file() else source(module)).read_text("utf-8"))
-    definitions = {
-        alias.asname or alias.name: ".".join(
-            [*[module] * node.level, *[node.module] * bool(node.module), alias.name]
-        )
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    tree, definitions = _tree(module), _imported(module)
     [names] = [
         ast.literal_eval(node.value)
         for node in tree.body
@@ -130,12 +121,28 @@ def public(module: str) -> dict[str, str]:
     }
 
 
+def _tree(module: str) -> ast.Module:
+    stub = source(module).with_suffix(".pyi")  # lazily imported names are listed in a stub
+    return ast.parse((stub if stub.is_file() else source(module)).read_text("utf-8"))
+
+
+def _imported(module: str) -> dict[str, str]:
+    """Map each name that a module imports from another module to its full name there."""
+    return {
+        alias.asname or alias.name: ".".join(
+            [*[module] * node.level, *[node.module] * bool(node.module), alias.name]
+        )
+        for node in _tree(module).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
 def _definition(full: str) -> str:
     """Return the full name of a definition; follow the import if a package re-exports the name."""
     module, _, name = full.rpartition(".")
-    file = package(module)
-    exports = "." in module and file.is_file() and "__all__" in file.read_text("utf-8")
-    return public(module).get(name, full) if exports else full
+    passed_on = _imported(module) if "." in module and package(module).is_file() else {}
+    return _definition(passed_on[name]) if name in passed_on else full
 
 
 def entries(module: str, first: Sequence[str] = ()) -> str:
