@@ -1,7 +1,7 @@
 """Measure how far circuits depend on their prompts, and whether they hold for other nouns.
 
 Small English: circuits for many fresh batches of agreement prompts give the probability that a
-batch's circuit includes a site. `discover(…, resamples=20)` estimates this probability from one
+batch's circuit includes a site. `Search(resamples=20)` estimates this probability from one
 batch of twice the size, with an interval. The coverage is the share of sites whose interval
 contains the probability. Then the circuits of several tasks are evaluated on the prompts of the
 other tasks.

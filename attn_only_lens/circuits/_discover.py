@@ -1,8 +1,8 @@
 """Find a small circuit that is nearly as faithful as the whole model: rank, search, evaluate."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -20,9 +20,11 @@ from attn_only_lens.circuits.ablated_model import (
 )
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import SITE, SITE_KEY, Circuit
-from attn_only_lens.circuits.search import Search, SearchRun, Step
+from attn_only_lens.circuits.held_out import SEARCH, Proposal, choose, prefixes
+from attn_only_lens.circuits.search import HELD_OUT, Search, SearchRun, Step
 from attn_only_lens.circuits.stability import (
     INCLUSION,
+    Half,
     inclusion_interval,
     random_halves,
     require_resamples,
@@ -49,6 +51,7 @@ from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "no circuit can be searched"
+_ALL = slice(None)
 Ranking: TypeAlias = Method | Literal["patching"] | Estimate
 """How sites are ranked: by estimates, or by exact patches."""
 SECANTS = Estimate("secant", budget=0)
@@ -143,7 +146,7 @@ def discover(
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
 
-        def ablate(some: PromptPair) -> AblatedModel:
+        def ablated_with(some: PromptPair) -> AblatedModel:
             ablated = ablated_model(
                 *(model, some, metric, frame),
                 ablation=search.ablation,
@@ -153,12 +156,28 @@ def discover(
             ablated.store = store
             return ablated
 
-        find = partial(_smallest, ranking, search.order, faithfulness, start)
-        ablated = ablate(pair)
-        mean = effects @ ablated.weights if resamples else effects[:, 0]
-        rows, tried = find(ablated, mean)
+        @lru_cache(maxsize=2)  # the halves of a split follow each other
+        def ablated_half(half: tuple[int, ...]) -> AblatedModel:
+            return ablated_with(pair.of_prompts(half, cut=False))
+
+        def ablate(half: Half) -> AblatedModel:
+            return ablated_half(tuple(half.tolist()))
+
+        finder = _Finder(ranking, search.order, faithfulness, start, effects)
+        ablated = ablated_with(pair)
+        halves = [*random_halves(n_prompts, resamples, search.seed)]
+        circuits: Iterable[Rows]
+        if search.objective == HELD_OUT:
+            proposal, circuits, by_size = choose(
+                *(finder.proposals, ablate, halves, ablated.weights, faithfulness)
+            )
+            rows, tried = finder.proposed(proposal, ablated)
+        else:
+            by_size = None
+            rows, tried = finder.smallest(ablated)
+            circuits = (finder.smallest(ablate(x), x, near=len(rows))[0] for x, _ in halves)
         circuit = circuit_of(
-            *(ablated, ranking, mean, rows, tried),
+            *(ablated, ranking, finder.mean(ablated), rows, tried),
             method=ranking.method,
             wanted=faithfulness,
             columns=token_columns(pair),
@@ -169,10 +188,7 @@ def discover(
         if resamples:
             bar.set_description_str(f"{label}resamples")
             stability = resampled(
-                partial(find, near=len(rows)),
-                lambda some: ablate(pair.of_prompts(some, cut=False)),
-                *(ablated, frame, effects),
-                random_halves(n_prompts, resamples, search.seed),
+                *(circuits, ablate, ablated, frame, effects, halves), by_size=by_size
             )
             inclusion = stability.sites[[*SITE_KEY, *INCLUSION]]
             with_shares = circuit.frame.merge(inclusion, on=SITE_KEY, how="left")
@@ -238,21 +254,57 @@ def circuit_of(
     )
 
 
-def _smallest(
-    ranking: Sweep,
-    order: Order | None,
-    wanted: float,
-    start: Rows,
-    ablated: AblatedModel,
-    effects: Float[np.ndarray, "site"],
-    near: int | None = None,
-) -> tuple[Rows, list[dict[str, Any]]]:
-    """Search for a small circuit; return the rows of its sites, and all evaluated circuits."""
-    search = SearchRun(ablated, wanted, near)
-    orders: dict[Step, Rows] = {
-        name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
-    }
-    rows = search.smallest(
-        orders, start, prune=order is None, rank_again=ranking.method != MEASURED
-    )
-    return rows, search.tried
+@dataclass(frozen=True)
+class _Finder:
+    """Finds circuits from a ranking; `effects` has a column per prompt, or one for their mean."""
+
+    ranking: Sweep
+    order: Order | None
+    wanted: float
+    start: Rows
+    effects: Float[np.ndarray, "site prompt"]
+
+    def mean(
+        self, ablated: AblatedModel, prompts: Half | slice = _ALL
+    ) -> Float[np.ndarray, "site"]:
+        """Return each site's effect, a mean over the prompts of the ablated model."""
+        effects = self.effects[:, prompts]
+        return effects[:, 0] if effects.shape[1] == 1 else effects @ ablated.weights
+
+    def smallest(
+        self,
+        ablated: AblatedModel,
+        prompts: Half | slice = _ALL,
+        near: int | None = None,
+        short: bool = False,
+    ) -> tuple[Rows, list[dict[str, Any]]]:
+        """Search for a small circuit; return the rows of its sites, and all evaluated circuits."""
+        search, effects = SearchRun(ablated, self.wanted, near), self.mean(ablated, prompts)
+        orders: dict[Step, Rows] = {
+            name: ablated.ranked(self.ranking, name, effects)
+            for name in ([self.order] if self.order else ORDERS)
+        }
+        prune, rank_again = self.order is None, self._has_slopes
+        rows = search.smallest(orders, self.start, prune=prune, rank_again=rank_again, short=short)
+        return rows, search.tried
+
+    def proposals(self, prompts: Half | slice, ablated: AblatedModel) -> dict[Proposal, Rows]:
+        """Return circuits of many sizes, which are found on these prompts; see `held_out.py`."""
+        help_by_prompt = self.effects[:, prompts] * ablated.helps(self.ranking)
+        proposals = prefixes(ablated, help_by_prompt, self._has_slopes)
+        rows, _ = self.smallest(ablated, prompts, short=True)
+        return proposals if len(rows) == ablated.n_sites else {SEARCH: rows} | proposals
+
+    def proposed(
+        self, proposal: Proposal, ablated: AblatedModel
+    ) -> tuple[Rows, list[dict[str, Any]]]:
+        """Return the rows of one proposal for all prompts, and the evaluated circuits."""
+        if proposal == SEARCH:
+            return self.smallest(ablated)
+        search, rows = SearchRun(ablated, self.wanted), self.proposals(_ALL, ablated)[proposal]
+        search.measure([proposal[0]], [rows])
+        return rows, search.tried
+
+    @property
+    def _has_slopes(self) -> bool:
+        return self.ranking.method != MEASURED

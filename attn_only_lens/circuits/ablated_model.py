@@ -144,11 +144,14 @@ class AblatedModel:
         effect = ranking.effect.to_numpy() if effects is None else effects
         if order == "magnitude":
             return np.argsort(-abs(effect), kind="stable")
+        return np.argsort(-effect * self.helps(ranking), kind="stable")
+
+    def helps(self, ranking: Sweep) -> float:
+        """Return 1 if sites with positive effects help the clean run, or -1 if they harm it."""
         # The metric's clean minus corrupted value and `self.span` may have opposite signs.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
-        helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
-        return np.argsort(-effect * helps, kind="stable")
+        return float(np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1))
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of each circuit, given as row indices of its sites."""

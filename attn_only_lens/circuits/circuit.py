@@ -43,6 +43,7 @@ class _Stability(TypedDict):
     held_out: _Table
     core_faithfulness: tuple[float, float]
     jaccard: float
+    by_size: _Table | None
 
 
 class _Sites(TypedDict):
@@ -224,6 +225,8 @@ class Circuit:
                 "held_out": pd.DataFrame(stability["held_out"]).set_axis(MEASURES),
                 "core_faithfulness": tuple(stability["core_faithfulness"]),
             }
+            by_size = stability["by_size"]
+            tables["by_size"] = None if by_size is None else pd.DataFrame(by_size)
             changed["stability"] = Stability(**{**stability, **tables})
         return cls(**{**body, **frames, **changed})
 

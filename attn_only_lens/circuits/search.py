@@ -30,7 +30,7 @@ still exist.
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -51,7 +51,12 @@ _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _SMALL, _LARGE = 64, 128  # circuits between these sizes are pruned in chunks, then site by site
 _REMOVALS = 12  # how many numbers of sites or chunks are removed together
-Step: TypeAlias = Literal["magnitude", "signed", "start", "worth", "pruning", "prefix"]
+Step: TypeAlias = Literal[
+    "magnitude", "signed", "start", "worth", "pruning", "prefix", "tilted", "search"
+]
+Objective: TypeAlias = Literal["smallest", "held_out"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+HELD_OUT: Objective = "held_out"
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "2 circuit"], int | None]
 """A generator that yields circuits, receives their faithfulness and errors, and returns a size."""
 
@@ -63,6 +68,10 @@ class Search:
     Attributes:
         ablation: how sites outside the circuit are ablated: "zero", "mean", "positional_mean" or
             "resample".
+        objective: "smallest" for a small circuit whose error on these prompts is at most
+            1 - faithfulness; "held_out" for a small circuit with such an error on prompts that were
+            not used to find it, or with nearly the least error there (`circuits/held_out.py`). This
+            needs several pairs and `resamples`.
         order: None to search and prune. "magnitude" or "signed" returns the shortest sufficient
             prefix of the sites in this order of effects; "signed" puts sites that help the clean
             run first.
@@ -80,11 +89,13 @@ class Search:
 
     Example:
         >>> from attn_only_lens.circuits import Search
-        >>> Search(ablation="mean", resamples=20)
-        Search(ablation='mean', order=None, n_random=3, resamples=20, seed=0, start=())
+        >>> search = Search(ablation="mean", objective="held_out", resamples=4)
+        >>> search.order, search.n_random, search.seed
+        (None, 3, 0)
     """
 
     ablation: Ablation = "resample"
+    objective: Objective = "smallest"
     order: Order | None = None
     n_random: int = 3
     resamples: int = 0
@@ -93,6 +104,7 @@ class Search:
 
     def __post_init__(self) -> None:
         reasons = one_of(*ABLATIONS).reasons(ablation=self.ablation)
+        reasons += one_of(*OBJECTIVES).reasons(objective=self.objective)
         reasons += one_of(*ORDERS).or_none.reasons(order=self.order)
         reasons += COUNT.reasons(n_random=self.n_random, seed=self.seed)
         reasons += RESAMPLES.reasons(resamples=self.resamples)
@@ -102,6 +114,12 @@ class Search:
             reasons.append(f"got start={start!r}; expected a list of sites, such as ['L3H3@5']")
         elif start and self.order is not None:
             reasons.append(f"got a start and order={self.order!r}; expected at most one of them")
+        if self.objective == HELD_OUT and self.order is not None:
+            reasons.append(
+                f"got objective={HELD_OUT!r} and order={self.order!r}; expected no order"
+            )
+        if self.objective == HELD_OUT and not self.resamples:
+            reasons.append(f"got objective={HELD_OUT!r} without resamples; expected resamples=4")
         InputError.raise_if(reasons, "no circuit can be searched")
 
 
@@ -124,11 +142,18 @@ class SearchRun:
         self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
     def smallest(
-        self, orders: Mapping[Step, Rows], start: Rows, *, prune: bool, rank_again: bool
+        self,
+        orders: Mapping[Step, Rows],
+        start: Rows,
+        *,
+        prune: bool,
+        rank_again: bool,
+        short: bool = False,
     ) -> Rows:
         """Return the smallest circuit found; if prune=False, the shortest sufficient prefix.
 
-        `start` is another circuit to start from, unless it is empty.
+        `start` is another circuit to start from, unless it is empty. With `short`, all sites are
+        returned if no short prefix suffices.
         """
         if not prune:
             return min(self.prefixes(orders), key=len)
@@ -139,6 +164,8 @@ class SearchRun:
             circuit = self.rank_again(circuit) if rank_again else circuit
         if len(circuit) == len(every):
             circuit = min(self.prefixes(orders, _SHORT), key=len)
+            if short and len(circuit) == len(every):
+                return every
             circuit = self.rank_again(circuit) if rank_again else circuit
         if len(circuit) == self._ablated.n_sites > _SHORT:  # no short prefix suffices
             circuit = min(self.prefixes(orders), key=len)
@@ -164,7 +191,7 @@ class SearchRun:
             circuits = [circuit for some in asked.values() for circuit in some]
             steps = [step for step, some in asked.items() for _ in some]
             ends = np.cumsum([len(some) for some in asked.values()])[:-1]
-            values, errors = self._measure(steps, circuits)
+            values, errors = self.measure(steps, circuits)
             if errors.min() < least:
                 least, self._closest = errors.min(), circuits[int(errors.argmin())]
             answers = np.split(np.stack([values, errors]), ends, axis=1)
@@ -257,7 +284,7 @@ class SearchRun:
             sufficient = self._smallest_sufficient("worth", every, changed)
             if len(sufficient) < len(every):
                 return sufficient
-            _, errors = self._measure(["worth"] * len(changed), changed)
+            _, errors = self.measure(["worth"] * len(changed), changed)
             circuit = changed[int(errors.argmin())]
         return every
 
@@ -295,7 +322,7 @@ class SearchRun:
         chunk was removed.
         """
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
-        values, errors = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
+        values, errors = self.measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(errors[i], len(rest))]
         # Remove chunks in two orders: first those whose removal changes f least, or first those
         # whose removal leaves the largest f.
@@ -321,7 +348,7 @@ class SearchRun:
         return self._smallest_sufficient("prefix", circuit, prefixes)
 
     def _smallest_sufficient(self, step: Step, circuit: Rows, others: list[Rows]) -> Rows:
-        _, errors = self._measure([step] * len(others), others)
+        _, errors = self.measure([step] * len(others), others)
         enough = [
             rows
             for rows, error in zip(others, errors, strict=True)
@@ -329,7 +356,7 @@ class SearchRun:
         ]
         return min([circuit, *enough], key=len)
 
-    def _measure(
+    def measure(
         self, steps: Sequence[Step], circuits: Sequence[Rows]
     ) -> tuple[Float[np.ndarray, "circuit"], Float[np.ndarray, "circuit"]]:
         """Return each circuit's faithfulness, and the larger of |1 - f| and its error.

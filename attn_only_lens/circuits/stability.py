@@ -15,9 +15,9 @@ splits share prompts. The effective number, 2 + (resamples - 2) / `_DEPENDENCE`,
 smaller than the number of circuits (`analyses/results/stability_of_circuits.md`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ _CORE, _NOISE = 0.9, 0.1
 INCLUSION = ("inclusion", "inclusion_low", "inclusion_high", "class")
 MEASURES = ["faithfulness", "completeness"]
 _DEPENDENCE = 8.0
-_Half: TypeAlias = npt.NDArray[np.int64]
+Half: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,11 @@ class Stability:
             prompts: columns `mean`, `standard_error`.
         core_faithfulness: faithfulness and completeness of the core on all prompts.
         jaccard: the mean Jaccard index over pairs of these circuits.
+        by_size: one row per size and way of ranking sites, if the circuit was chosen by its error
+            on held-out prompts (`Search.objective`); otherwise None. Columns: the `order` of the
+            sites ("search", "magnitude", "tilted", "signed", "worth"); `n_sites`, for "search" a
+            mean over halves; on held-out prompts, `faithfulness`, `error` and the error's
+            `standard_error` over prompts; and `own_error`, the error on the half itself.
     """
 
     sites: pd.DataFrame
@@ -61,6 +66,7 @@ class Stability:
     held_out: pd.DataFrame
     core_faithfulness: tuple[float, float]
     jaccard: float
+    by_size: pd.DataFrame | None = None
 
     @property
     def n_core(self) -> int:
@@ -94,7 +100,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
-def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
+def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[Half, Half]]:
     """Yield n random halves of the prompt indices, each paired with the other half."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
@@ -105,24 +111,19 @@ def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _H
 
 
 def resampled(
-    search: Callable[[AblatedModel, Float[np.ndarray, "site"]], tuple[Rows, Any]],
-    ablate: Callable[[Sequence[int]], AblatedModel],
+    circuits: Iterable[Rows],
+    ablate: Callable[[Half], AblatedModel],
     whole: AblatedModel,
     sites: pd.DataFrame,
     effects: Float[np.ndarray, "site prompt"],
-    halves: Iterator[tuple[_Half, _Half]],
+    halves: Sequence[tuple[Half, Half]],
+    by_size: pd.DataFrame | None = None,
 ) -> Stability:
-    """Search for a circuit on each half of the prompts, and evaluate it on the other half."""
+    """Evaluate the circuit of each half of the prompts, on this half and on the other half."""
     included, rows = list[npt.NDArray[np.bool_]](), list[tuple[float, ...]]()
     held_out = list[pd.DataFrame]()
-    models: dict[tuple[int, ...], AblatedModel] = {}
-    for half, other_half in halves:
-        keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # A split's halves are adjacent in `halves`, so the second one reuses both ablated models.
-        models = {key: models.get(key) or ablate(key) for key in keys}
-        ablated, others = (models[key] for key in keys)
-        shares = whole.weights[half] / whole.weights[half].sum()
-        circuit, _ = search(ablated, effects[:, half] @ shares)
+    for circuit, (half, other_half) in zip(circuits, halves, strict=True):
+        ablated, others = ablate(half), ablate(other_half)
         flags = np.zeros(len(sites), dtype=bool)
         flags[circuit] = True
         included.append(flags)
@@ -147,6 +148,7 @@ def resampled(
         pd.DataFrame(held, columns=["mean", "standard_error"], index=MEASURES),
         (float(faithful[0]), float(complete[0])),
         jaccard=float(1 - pdist(flags_of_all, "jaccard").mean()),
+        by_size=by_size,
     )
 
 

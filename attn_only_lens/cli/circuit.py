@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -85,6 +85,13 @@ def explain(
         ),
         RESAMPLES,
     ] = 0,
+    objective: Annotated[
+        Literal["smallest", "held_out"],
+        option(
+            "whether the circuit is small for these prompts, or small and good on prompts that did "
+            "not find it (needs --resamples 4)"
+        ),
+    ] = "smallest",
     resume: Resume = None,
     texts: Annotated[
         Path | None,
@@ -104,6 +111,8 @@ def explain(
     """
     n_used = prompts.n_pairs - held_out
     reasons = halves_reasons(n_used) if resamples else []
+    if objective == "held_out" and not resamples:
+        reasons.append("got --objective held_out without --resamples; expected --resamples 4")
     if n_used < 1:
         expected = f"expected at most {prompts.n_pairs - 1}: the circuit is found on the others"
         reasons.append(f"got --held-out {held_out} for {prompts.n_pairs} pairs; {expected}")
@@ -112,6 +121,7 @@ def explain(
     InputError.raise_if(reasons, PROBLEM)
     loaded, contrast = prompts.run(model)
     from attn_only_lens import explanation
+    from attn_only_lens.circuits import Search
     from attn_only_lens.neurons import Corpus, top_examples
     from attn_only_lens.work import Work
 
@@ -120,7 +130,7 @@ def explain(
         held_out=contrast[n_used:] if held_out else None,
         faithfulness=faithfulness,
         strong=strong,
-        resamples=resamples,
+        search=Search(objective=objective, resamples=resamples),
         work=Work(resume=resume),
     )
     typer.echo(why.text(top))

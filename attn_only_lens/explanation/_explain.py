@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attn_only_lens.arguments import POSITIVE, SHARE
+from attn_only_lens.arguments import POSITIVE, SHARE, a_type
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
 from attn_only_lens.circuits._evaluate import evaluate
@@ -56,15 +56,14 @@ def explain(
     faithfulness: float = 0.9,
     most_nodes: int = 60,
     strong: float = 0.1,
-    resamples: int = 0,
+    search: Search = Search(),
     work: Work = Work(),
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
     A site is a head or neuron at one position. If several pairs of prompts have roles, it is a head
     or neuron at a role, and tokens without a role stay as in the clean run. To choose positions or
-    roles, use `discover` and `attribution_graph` instead. The circuit is found by `discover`, with
-    its default search method.
+    roles, use `discover` and `attribution_graph` instead. The circuit is found by `discover`.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -78,7 +77,8 @@ def explain(
         strong: all sites whose effect may be this share of the difference or more are patched one
             by one, in both directions. Those whose effect is, are in the table and on the page,
             also if they are not in the circuit. The circuit's sites are always patched.
-        resamples: as in `Search`; the page then shows how stable each node is.
+        search: how a circuit is searched for, and compared with random circuits; see `Search`.
+            With `resamples`, the page shows how stable each node is.
         work: how the search is run, and the folder from which it resumes; see `discover`.
 
     Raises:
@@ -98,8 +98,8 @@ def explain(
     """
     reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size")
     reasons += POSITIVE.reasons(most_nodes=most_nodes) + SHARE.reasons(strong=strong)
-    with InputError.collected(reasons):
-        search = Search(resamples=resamples)
+    if not isinstance(search, Search):
+        reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric = contrast.pair(model), contrast.metric
     quiet = replace(work, progress=False, resume=None)

@@ -165,6 +165,7 @@ def what_it_keeps(graph: CircuitGraph, circuit: Circuit, exact: Sweep) -> str:
     if not _keeps_whole(circuit):
         # The circuit keeps a share of another difference: of the change when all sites are ablated.
         whole, among = circuit.whole - circuit.nothing, " that all of them carry"
+        among += f" (ablation: {circuit.ablation})" * (circuit.ablation != "resample")
         kept = circuit.faithfulness * whole
     share = round(kept / whole, 2) + 0.0  # adding 0.0 turns -0% into 0%
     sites = f"{len(circuit):,} of {circuit.n_sites:,} sites"

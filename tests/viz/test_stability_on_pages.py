@@ -4,7 +4,7 @@ import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
-from attn_only_lens import explain, expose_neuron_heads, load, tasks, viz
+from attn_only_lens import circuits, explain, expose_neuron_heads, load, tasks, viz
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def why():
     """Return an explanation with resampled prompts, whose graph is by role."""
     model = expose_neuron_heads(load("small-english"), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
-    return explain(model, task, resamples=2, strong=1.0)
+    return explain(model, task, search=circuits.Search(resamples=2), strong=1.0)
 
 
 def page_with(graph, stability):

@@ -1,0 +1,198 @@
+"""Tests of circuits that are chosen by their error on held-out prompts."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from attn_only_lens import circuits, explain, load
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import Search
+from attn_only_lens.circuits.held_out import choose, prefixes
+from attn_only_lens.circuits.stability import random_halves
+from attn_only_lens.errors import InputError
+
+pytestmark = pytest.mark.numeric
+
+BY_ROLE = p.Sites(positions="roles")
+
+
+@dataclass
+class Additive:
+    """An ablated model in which every site adds a number to the metric of every prompt."""
+
+    adds: np.ndarray  # prompt, site
+
+    def by_prompt(self, rows):
+        return np.array([self.adds[:, circuit].sum(axis=1) for circuit in rows])
+
+    @property
+    def whole_by_prompt(self):
+        return self.adds.sum(axis=1)
+
+    @property
+    def nothing_by_prompt(self):
+        return np.zeros(len(self.adds))
+
+
+def chosen_by_loops(proposals, adds, halves, weights, wanted):
+    """Return the name of the chosen proposal, and every proposal's errors, prompt by prompt."""
+    n_prompts, misses, errors, sizes = len(adds), {}, {}, {}
+    for name in [x for x in proposals[0] if all(x in some for some in proposals)]:
+        sizes[name] = sum(len(some[name]) for some in proposals) / len(proposals)
+        for side in (0, 1):
+            missed, scale, misses[name, side] = 0.0, 0.0, {}
+            for prompt in range(n_prompts):
+                values = [
+                    abs(sum(adds[prompt, site] for site in some[name]) - sum(adds[prompt]))
+                    for some, half in zip(proposals, halves, strict=True)
+                    if prompt in half[side]
+                ]
+                if values:
+                    misses[name, side][prompt] = sum(values) / len(values)
+                    missed += weights[prompt] * misses[name, side][prompt]
+                    scale += weights[prompt] * abs(sum(adds[prompt]))
+            errors[name, side] = missed / scale
+    worst = {name: max(errors[name, 0], errors[name, 1]) for name in sizes}
+    enough = [name for name in sizes if worst[name] <= 1 - wanted]
+    if not enough:
+        best = min(worst, key=worst.get)
+        for name in sizes:
+            prompts = list(misses[name, 1])
+            w = np.array([weights[x] for x in prompts])
+            scale = np.array([abs(sum(adds[x])) for x in prompts])
+            more = np.array([misses[name, 1][x] - misses[best, 1][x] for x in prompts])
+            share = (w @ more) / (w @ scale)
+            n, total = len(prompts), w @ scale
+            spread = np.sqrt(((w * (more - share * scale)) ** 2).sum() * n / (n - 1)) / total
+            if share <= spread and errors[name, 0] <= worst[best]:
+                enough.append(name)
+    return min(enough, key=lambda name: sizes[name]), errors
+
+
+@pytest.mark.parametrize("wanted", [0.5, 0.8, 0.9, 0.999])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_smallest_proposal_that_holds_is_chosen(wanted, seed):
+    n_prompts, n_sites = 7, 23
+    generator = np.random.default_rng(seed)
+    common = generator.normal(size=n_sites) ** 3 + 0.5
+    adds = common + 0.3 * generator.normal(size=(n_prompts, n_sites))
+    halves = [*random_halves(n_prompts, 3, seed)]
+    weights = generator.uniform(0.5, 1.5, n_prompts)
+    by_half = {
+        tuple(half): {
+            ("magnitude", size): np.argsort(-abs(adds[half]).mean(axis=0))[:size]
+            for size in (2, 3, 5, 11, 17)
+        }
+        | {("signed", size): np.argsort(-adds[half].mean(axis=0))[:size] for size in (3, 7, 13)}
+        for half, _ in halves
+    }
+    by_half[tuple(halves[0][0])]["search", 0] = np.array([1])  # not every half has this proposal
+    name, rows, by_size = choose(
+        lambda half, ablated: by_half[tuple(half)],
+        lambda half: Additive(adds[half]),
+        *(halves, weights, wanted),
+    )
+    proposals = [by_half[tuple(half)] for half, _ in halves]
+    expected, errors = chosen_by_loops(proposals, adds, halves, weights, wanted)
+    assert name == expected
+    assert all((row == some[name]).all() for row, some in zip(rows, proposals, strict=True))
+    assert "search" not in set(by_size["order"])
+    for row in by_size.itertuples():
+        key = row.order, round(row.n_sites)
+        assert (row.own_error, row.error) == pytest.approx((errors[key, 0], errors[key, 1]))
+
+
+def test_prefixes_are_of_four_rankings():
+    n_sites, n_prompts = 101, 3
+    effects = np.random.default_rng(0).normal(size=(n_sites, n_prompts))
+    weights = np.array([0.5, 0.3, 0.2])
+    asked = []
+
+    def worth(circuit):
+        asked.append(len(circuit))
+        return np.arange(n_sites) * (1.0 + len(circuit))
+
+    ablated = SimpleNamespace(weights=weights, n_sites=n_sites, worth=worth)
+    circuits_of = prefixes(ablated, effects, slopes=True)
+    size = [sum(w * abs(x) for w, x in zip(weights, row, strict=True)) for row in effects]
+    mean = [sum(w * x for w, x in zip(weights, row, strict=True)) for row in effects]
+    scores = {
+        "magnitude": size,
+        "signed": mean,
+        "tilted": [x + y / 2 for x, y in zip(size, mean, strict=True)],
+        "worth": range(n_sites),
+    }
+    for name, score in scores.items():
+        ranked = sorted(range(n_sites), key=lambda site, score=score: -score[site])
+        sizes = [k for step, k in circuits_of if step == name]
+        assert sizes == [8, 11, 16, 23, 25]  # up to a quarter of all sites
+        assert all(circuits_of[name, k].tolist() == ranked[:k] for k in sizes)
+    assert asked == [0, 64]
+    assert "worth" not in {step for step, _ in prefixes(ablated, effects, slopes=False)}
+
+
+@pytest.fixture(scope="module")
+def held_out(model, task):
+    search = Search(objective="held_out", resamples=2)
+    return circuits.discover(model, task, sites=BY_ROLE, faithfulness=0.8, search=search)
+
+
+def test_errors_by_size_are_those_that_evaluate_measures(model, task, held_out):
+    estimate = p.Estimate("secant", budget=0)
+    ranking = p.attribution(
+        *(model, task), sites=BY_ROLE, direction="noise", method=estimate, per_prompt=True
+    )
+    effects = ranking.effect.to_numpy().reshape(-1, len(task))
+    sites = ranking.frame.iloc[:: len(task)].reset_index(drop=True)
+    by_hand = circuits.discover(model, task[:2], sites=BY_ROLE)
+    missed = scale = 0.0
+    for half, others in random_halves(len(task), 2, seed=0):
+        order = np.argsort(-abs(effects[:, half]).mean(axis=1), kind="stable")
+        other = replace(by_hand, frame=sites.iloc[order[:64]], n_sites=len(sites))
+        for prompt in others.tolist():
+            kept = circuits.evaluate(model, other, task[prompt : prompt + 1])
+            span = abs(kept.whole - kept.nothing)
+            missed, scale = missed + kept.error * span, scale + span
+    by_size = held_out.stability.by_size.set_index(["order", "n_sites"])
+    assert by_size.loc[("magnitude", 64.0), "error"] == pytest.approx(missed / scale, rel=1e-4)
+
+
+def test_the_circuit_is_the_chosen_proposal_for_all_prompts(model, task, held_out):
+    by_size = held_out.stability.by_size
+    (tried,) = held_out.tried.tail(1).to_dict("records")
+    row = by_size.query("order == @tried['step'] and n_sites == @tried['n_sites']").iloc[0]
+    assert len(held_out) == tried["n_sites"]
+    assert max(row["error"], row["own_error"]) <= 0.2
+    smaller = by_size[by_size["n_sites"] < tried["n_sites"]]
+    assert (smaller[["error", "own_error"]].max(axis=1) > 0.2).all()
+    assert circuits.evaluate(model, held_out, task).error == pytest.approx(tried["error"], abs=1e-4)
+    resamples = held_out.stability.resamples
+    assert resamples["n_sites"].tolist() == [tried["n_sites"]] * 2
+    assert held_out.stability.held_out["mean"]["faithfulness"] == pytest.approx(
+        row["faithfulness"], abs=1e-5
+    )
+
+
+def test_explanations_have_such_circuits_and_files_keep_them(model, task, held_out, tmp_path):
+    search = Search(objective="held_out", resamples=2)
+    why = explain(model, task, faithfulness=0.8, search=search, strong=1.0)
+    assert why.circuit.sites == held_out.sites
+    assert "on held-out halves of them" in why.title
+    held_out.save(tmp_path / "circuit.json")
+    again = load(tmp_path / "circuit.json").stability.by_size
+    pd.testing.assert_frame_equal(again, held_out.stability.by_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "got objective='held_out' without resamples; expected resamples=4"),
+        ({"resamples": 4, "order": "signed"}, "got objective='held_out' and order='signed'"),
+    ],
+)
+def test_searches_without_halves_or_with_an_order_are_refused(options, reason):
+    with pytest.raises(InputError, match=reason):
+        Search(objective="held_out", **options)
