@@ -13,7 +13,7 @@ and evaluated on the same words in a third template, and on the other words.
 
 import re
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -298,6 +298,11 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
+def _list(parts: Iterable[str]) -> str:
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def by_words(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each family: what its circuit keeps on which pairs."""
     said = [
@@ -330,6 +335,10 @@ def facts(tables: Tables) -> dict[str, Any]:
         for pairs in ("the same words in another template", "other words in the same templates")
     )
     at_512 = rankings[rankings["size"] == 512].groupby("family")["error"].min().drop("number")
+    kept = list(by_halves.itertuples())
+    as_large = rankings[rankings["size"] == rankings["family"].map(by_halves["size"])]
+    least = as_large.groupby("family")["error"].min()
+    as_good_as_halves = least.index[least <= by_halves["error"].reindex(least.index)]
     return {
         "circuits_of": partial(circuits_of, frame),
         "curve": curve(frame),
@@ -341,7 +350,9 @@ def facts(tables: Tables) -> dict[str, Any]:
         "by_words": by_words(tables["words"]),
         "same_words": f"{same.min():.2f} to {same.max():.2f}",
         "other_words": f"{other.min():.2f} to {other.max():.2f}",
-        "seconds": ours["seconds"],
+        "chosen": _list(f"{r.size:,} sites for {r.Index} ({r.faithfulness:.2f})" for r in kept),
+        "n_as_good": len(as_good_as_halves),
+        "seconds": {arm: f"{x.min():.0f} to {x.max():.0f}" for arm, x in seconds},
         "n_sites": frame["n_sites"],
         "wanted": WANTED,
     }

@@ -22,19 +22,21 @@ edges from "rest". In a graph of a circuit's own run (`own_run.py`), nothing com
 unless some sites were no candidates for the circuit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Literal, TypeAlias, get_args
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from attn_only_lens.arguments import POSITIVE, SHARE
+from attn_only_lens.arguments import POSITIVE, SHARE, one_of
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.export import read_attributes, write_graph
+from attn_only_lens.circuits.neuronpedia import write_neuronpedia
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.heads.names import count_kinds
@@ -44,6 +46,8 @@ NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k", "gate")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
+Format: TypeAlias = Literal["attn_only_lens", "neuronpedia"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 _PROBLEM = "this is not a valid attribution graph"
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -129,11 +133,26 @@ class CircuitGraph:
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        format: Format = "attn_only_lens",
+        labels: Mapping[str, str] = MappingProxyType({}),
+        groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         """Write the graph to a JSON file atomically.
+
+        Args:
+            path: the file.
+            format: "attn_only_lens", which `load` reads back exactly; or "neuronpedia", for the
+                viewers of Neuronpedia and circuit-tracer (`circuits/neuronpedia.py`).
+            labels: for Neuronpedia, a label for each of some node ids, such as `why.labels`.
+            groups: for Neuronpedia, node ids by the name of a group: its supernodes.
 
         Raises:
             CheckpointError: the file cannot be written.
+            InputError: labels or groups are given for another format, or have unknown ids.
 
         Example:
             >>> import tempfile, torch
@@ -147,7 +166,14 @@ class CircuitGraph:
             >>> again.edges.equals(graph.edges)
             True
         """
-        write_graph(path, vars(self))
+        reasons = one_of(*FORMATS).reasons(format=format)
+        if format == FORMATS[0] and (labels or groups):
+            reasons.append(f"got labels or groups with format={format!r}; expected 'neuronpedia'")
+        InputError.raise_if(reasons, "this graph cannot be written")
+        if format == FORMATS[0]:
+            write_graph(path, vars(self))
+        else:
+            write_neuronpedia(path, self, labels, groups)
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:
