@@ -93,7 +93,7 @@ wheel: ## install the wheel into empty environments, run the README's examples o
 pictures: .venv4/ready browser ## draw the pictures of the guide again (those of SmolLM2 with SMOLLM2=FOLDER)
 	PYTHONPATH=tests .venv4/bin/python docs/pictures/make.py $(SMOLLM2)
 
-support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
+support: .venv/ready .venv4/ready ## docs/support.md and docs/json.schema.json, from what functions return
 	$(BIN)/python tests/support.py
 	.venv4/bin/python tests/support.py
 

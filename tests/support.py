@@ -31,11 +31,13 @@ import attn_only_lens as lens
 from attn_only_lens import Contrast, circuits, explain, growth, neurons, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.cli.json_output import schema
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 STORED = Path(__file__).parents[1] / "docs" / "support.csv"
 PAGE = STORED.with_suffix(".md")
+SCHEMA = STORED.with_name("json.schema.json")
 HOOKED, BRIDGE, BRIDGE_4 = (
     "HookedTransformer, 3.9",
     "TransformerBridge, 3.9",
@@ -572,6 +574,7 @@ def main():
     writer.writerows(rows)
     write_text(STORED, text.getvalue())
     write_text(PAGE, page(stored()))
+    write_text(SCHEMA, json.dumps(schema(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

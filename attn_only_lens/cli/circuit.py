@@ -22,6 +22,7 @@ from attn_only_lens.cli.common import (
 from attn_only_lens.cli.options import (
     Faithfulness,
     HeadOptions,
+    Json,
     PairOptions,
     PromptOptions,
     Top,
@@ -93,6 +94,7 @@ def explain(
         ),
     ] = "smallest",
     resume: Resume = None,
+    json: Json = False,
     texts: Annotated[
         Path | None,
         option(
@@ -133,7 +135,8 @@ def explain(
         search=Search(objective=objective, resamples=resamples),
         work=Work(resume=resume),
     )
-    typer.echo(why.text(top))
+    if not json:
+        typer.echo(why.text(top))
     if save_circuit is not None:
         why.circuit.save(save_circuit)
     examples = None
@@ -144,7 +147,12 @@ def explain(
         why.graph.save(out)
     else:
         why.page(out, examples=examples)
-    _say_graph(out, why.graph)
+    if json:
+        from attn_only_lens.cli.json_output import explained
+
+        typer.echo(explained(why, (out, save_circuit)).model_dump_json())
+    else:
+        _say_graph(out, why.graph)
 
 
 @command(
@@ -227,6 +235,7 @@ def evaluate(
     ],
     prompts: PairOptions,
     top: Top = 20,
+    json: Json = False,
 ) -> None:
     """Measure how much of the difference a saved circuit keeps on other prompts.
 
@@ -248,6 +257,11 @@ def evaluate(
         positions = "all" if saved.candidates.positions == "all" else "each"
         sites = Sites(saved.sites[:top], positions)
         alone = activation_patch(loaded, contrast, sites=sites, work=Work(progress=False))
+    if json:
+        from attn_only_lens.cli.json_output import evaluated
+
+        typer.echo(evaluated(saved, result, alone).model_dump_json())
+        return
     typer.echo(
         f"{len(saved):,} of {saved.n_sites:,} sites, {as_metric(contrast.metric).name}\n{result!r}"
     )

@@ -57,6 +57,9 @@ OutPage = Annotated[
     Path, option("output file (.html); it works offline", OUTPUT), output_file(".html")
 ]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
+Json = Annotated[
+    bool, option("print one JSON object; docs/json.schema.json describes it", OUTPUT, "--json")
+]
 Metric = Annotated[str, option(f"one of {', '.join(CHOICES['metric'])}", PROMPTS)]
 Faithfulness = Annotated[float, option("share of the effect that the circuit must keep"), SHARE]
 Chat = Annotated[

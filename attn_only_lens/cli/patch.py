@@ -19,6 +19,7 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.cli.options import (
     HeadOptions,
+    Json,
     PromptOptions,
     Top,
     parse_names,
@@ -84,6 +85,7 @@ def patch(
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
     ] = None,
+    json: Json = False,
     model: HeadOptions,
 ) -> None:
     """Patch heads and neurons, one at a time, from one prompt into another; rank them by effect.
@@ -120,6 +122,11 @@ def patch(
     sweep = activation_patch(loaded, contrast, sites=selection, work=work, **options)
     if is_first():
         sweep.save(out)
+    if is_first() and json:
+        from attn_only_lens.cli.json_output import patched
+
+        typer.echo(patched(sweep, top, [out]).model_dump_json())
+    elif is_first():
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
         print_frame(f"{sweep.clean_and_corrupted}\n{subtitle}", sweep.top(top))
         by_name = " --rows name" * (sweep.frame["name"].nunique() <= 100)

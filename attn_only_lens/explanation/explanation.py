@@ -156,7 +156,7 @@ class Explanation:
         return None if stability is None else float(stability.held_out["mean"]["faithfulness"])
 
     @property
-    def _warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings about the prompts, and about circuits that fail on other prompts."""
         resampled, warnings = self._resampled, answer_warnings(self.answers, self.shown)
         least = _HELD_OUT * self.circuit.faithfulness
@@ -283,7 +283,7 @@ class Explanation:
             ]
             * bool(set(table["id"]) - nodes),
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
-            *self._warnings,
+            *self.warnings,
             "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
             "or ↓ the answer whose logit the change of the node's output between these runs raises "
             "or lowers most by the direct path; by pattern, or by both pattern and value: what "
@@ -354,7 +354,7 @@ class Explanation:
                 ),
                 self.attribution.clean_and_corrupted,
                 pd.DataFrame(answer_cells(self.answers)).to_string(),
-                *(fill(warning, 80) for warning in self._warnings),
+                *(fill(warning, 80) for warning in self.warnings),
                 *("", head, *lines, "", fill(meanings, 80)),
                 *([] if stability is None else ["", fill(f"Stability: {stability!r}", 80)]),
             ]
