@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -27,6 +26,7 @@ _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
 _NAMED = 3
+_Modules: TypeAlias = list[tuple[str, nn.Module]]
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -95,9 +95,7 @@ def find_hooks(model: Any) -> AttachedHooks:
     )
 
 
-def state_of_hooks(
-    model: Any, modules: Iterable[tuple[str, nn.Module]]
-) -> Iterator[tuple[str, int, int]]:
+def state_of_hooks(model: Any, modules: _Modules) -> Iterator[tuple[str, int, int]]:
     """Yield a key for each hook on these modules, except hooks that a bridge attaches in a run."""
     captures = _captures(model)
     for name, module in modules:
@@ -166,27 +164,18 @@ def mode_reasons(model: Any) -> list[str]:
             reasons["dropout is active; call model.eval() first"] = None
         if vars(module).get("gradient_checkpointing") is True:
             reasons["gradient checkpointing is active; call model.eval() first"] = None
-    return [*reasons, *_quantized_reasons(modules)]
+    return [*reasons, *quantized_reasons(modules)]
 
 
-def quantized_reasons(model: Any) -> list[str]:
+def quantized_reasons(modules: _Modules) -> list[str]:
     """Return an error message that names the first quantized module, or [] if there is none."""
-    return _quantized_reasons(modules_of(model))
-
-
-def _quantized_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     for name, module in modules:
-        if _is_quantized(type(module)):
+        if ".quantized." in f".{type(module).__module__}.":
             return [
                 f"{name} is quantized, so its weights have no gradient and cannot be read; use "
                 "the model as it was before quantization"
             ]
     return []
-
-
-@cache
-def _is_quantized(kind: type) -> bool:
-    return "quantized" in kind.__module__.split(".")
 
 
 def has_user_forward_hooks(module: nn.Module) -> bool:
@@ -197,13 +186,13 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
     )
 
 
-def modules_of(model: Any) -> list[tuple[str, nn.Module]]:
+def modules_of(model: Any) -> _Modules:
     """Return each module of a model once, including the modules of a model that a bridge wraps.
 
     A bridge has several names for a component; the shortest one is returned.
     """
     seen = {id(model)}
-    modules: list[tuple[str, nn.Module]] = [("", model)]
+    modules: _Modules = [("", model)]
     wrapped = getattr(model, "original_model", None)
     if isinstance(wrapped, nn.Module) and id(wrapped) not in seen:
         seen.add(id(wrapped))

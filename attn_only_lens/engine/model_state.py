@@ -285,7 +285,8 @@ class _Walk:
         elif isinstance(value, torch.ScriptObject):  # packed weights
             self.add(value.__getstate__())
         elif kind in _NAMESPACES or _library(kind.__module__) not in _LIBRARIES:
-            values = {name: getattr(value, name, None) for name in _slots(kind)}
+            slots = [x for base in kind.__mro__ for x in getattr(base, "__slots__", ())]
+            values = {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
             left_out = _left_out(kind)  # type: ignore[arg-type]
             self._mapping(values | getattr(value, "__dict__", {}), left_out)
 
@@ -455,12 +456,6 @@ def _method_for(kind: type) -> Callable[[_Walk, Any], None]:
 def _members(kind: type) -> tuple[Mapping[str, Any], ...]:
     """Return live views of the members of a class and its bases."""
     return tuple(vars(base) for base in kind.__mro__ if base not in (object, nn.Module, Generic))
-
-
-@functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-    return tuple(name for name in slots if name != "__weakref__")
 
 
 @functools.cache

@@ -73,8 +73,7 @@ class Summary:
         self.model, self.sites, self.options = model, sites, options
         self.n_tokens = self.n_texts = 0
         self.occurrences = torch.zeros(model.cfg.d_vocab, dtype=torch.long, device="cpu")
-        self.examples: list[dict[str, State]] = [{} for _ in sites]
-        self.counts: list[State] = [{} for _ in sites]
+        self.examples, self.counts = dict[int, dict[str, State]](), dict[int, State]()
         self._blocks: dict[str, list[tuple[dict[str, State], State]]] = {}
         for group, kinds in _KINDS.items():
             of_group = [(i, self._like(site)) for i, site in enumerate(sites) if site.kind in kinds]
@@ -82,11 +81,10 @@ class Summary:
                 self._add_block(group, list(some))
 
     def _like(self, site: LayerSites) -> Tensor:
-        """Return an empty tensor on the device of a layer, with the dtype of its results."""
-        host = host_of(self.model)
-        if site.kind in NEURON_KINDS:
-            return float32_if_half(host.neurons[site.layer].W_out.detach()[:0, 0])
-        return float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
+        """Return a number on the device of a layer, with the dtype of its results."""
+        host, layer = host_of(self.model), site.layer
+        W = host.neurons[layer].W_out if site.kind in NEURON_KINDS else host.attention(layer).W_O
+        return float32_if_half(W.new_zeros(0))
 
     def _add_block(self, group: str, layers: list[tuple[int, Tensor]]) -> None:
         """Create the tensors of consecutive layers on one device; each layer's are views."""
@@ -213,9 +211,8 @@ class Summary:
         self, values: OfLayer, batch: Batch, examples: dict[str, State], counts: State
     ) -> Bool[Tensor, ""]:
         pattern = values["pattern"]
-        counted = {
-            name: _counted(_by_neuron(x), batch) for name, x in values.items() if name != "pattern"
-        }
+        others = {name: _by_neuron(x) for name, x in values.items() if name != "pattern"}
+        counted = {name: _counted(x, batch) for name, x in others.items()}
         add_looks(counts, pattern, batch)
         begins = torch.ones_like(batch.tokens, dtype=torch.bool).flatten()
         begins[batch.counted] = False

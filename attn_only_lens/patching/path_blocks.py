@@ -21,7 +21,6 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import LayerSites, Sites
 from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 
@@ -34,17 +33,23 @@ def receiver_groups(
     model: Any, pair: PromptPair, receivers: Any, part: str, *, averaged: bool
 ) -> list[SiteGroup | None]:
     """Return receivers as groups of sites. Append None if the logits are a receiver."""
-    sites, reasons = Sites.of(receivers).without(*WIDE_KINDS), list[str]()
+    sites = Sites.of(receivers).without(*WIDE_KINDS)
     named = sites.heads if isinstance(sites.heads, tuple) and not sites.kinds else ()
     logits = [name for name in map(str, named) if name.partition("@")[0] == _LOGITS]
     names = [name for name in named if str(name) not in logits]
-    if logits and (sites.positions != "each" or {*logits} != {_LOGITS}):
-        reasons.append(
-            "got 'logits' with a position; expected 'logits', also next to names such as 'L5H3@2': "
-            "a sender changes the logits at its own positions"
-        )
+    reasons = [
+        "got 'logits' with a position; expected 'logits', also next to names such as 'L5H3@2': a "
+        "sender changes the logits at its own positions"
+    ] * bool(logits and (sites.positions != "each" or {*logits} != {_LOGITS}))
+    # By default, a receiver reads at all positions together, unless its name has a position.
+    placed = [name for name in names if "@" in str(name)] if sites.positions == "each" else []
+    others = [name for name in names if name not in placed]
+    selected = [Sites(placed)] if placed else []
+    if others or not named:
+        positions = "all" if sites.positions == "each" else sites.positions
+        selected.append(replace(sites, heads=others or sites.heads, positions=positions))
     groups = list[SiteGroup | None]()
-    for chosen in _at_all(sites, names) if names or not logits else ():
+    for chosen in selected:
         with InputError.collected(reasons):
             groups += site_groups(model, pair, chosen, "z", averaged=averaged)
     first = {group.sites.kind: group.sites.names[0] for group in reversed(groups) if group}
@@ -62,16 +67,6 @@ def receiver_groups(
     ]
     InputError.raise_if(reasons, PROBLEM)
     return [*groups, *[None] * bool(logits)]
-
-
-def _at_all(sites: Sites, names: Sequence[str | HeadName]) -> list[Sites]:
-    """Select receivers at all positions together if nothing says where they read."""
-    if sites.positions != "each" or not names:
-        positions = "all" if sites.positions == "each" else sites.positions
-        return [replace(sites, heads=names or sites.heads, positions=positions)]
-    placed = [name for name in names if "@" in str(name)]
-    others = [name for name in names if name not in placed]
-    return [Sites(x, where) for x, where in ((placed, "each"), (others, "all")) if x]
 
 
 @dataclass(frozen=True, eq=False)
