@@ -77,7 +77,8 @@ class PathOracle:
         return self.normed(norm, cache, prefix, out) * self.factor
 
     @torch.no_grad()
-    def value(self, sender, receiver, part, positions):
+    def value(self, sender, receiver, part, positions, at=slice(None)):
+        """Return the metric if the receiver's z changes, at positions `at`."""
         sent = self.write(sender, self.source) - self.write(sender, self.target)
         delta = torch.zeros_like(sent)
         delta[:, positions] = sent[:, positions]
@@ -91,7 +92,7 @@ class PathOracle:
             norm, self.target, prefix, delta, x if self.scale == "anew" else None
         )
         follow = self.to_head if receiver.kind == "attention" else self.to_neuron
-        return follow(receiver, part, entering)
+        return follow(receiver, part, entering, at)
 
     def logits(self, *edits):
         with self.model.hooks(fwd_hooks=list(edits)):
@@ -107,7 +108,7 @@ class PathOracle:
         more = self.normed(norm, self.target, "ln_final", delta, x) / self.weight(norm)
         return self.difference(self.logits(("ln_final.hook_normalized", lambda x, hook: x + more)))
 
-    def to_head(self, head, part, entering):
+    def to_head(self, head, part, entering, at):
         attn, prefix = self.model.blocks[head.layer].attn, f"blocks.{head.layer}.attn"
         inputs = {"q": "q", "k": "k", "value": "v", "pattern": "qk", "z": "qkv"}[part]
         edits, values = [], []
@@ -126,12 +127,12 @@ class PathOracle:
 
         def patch(z, hook):
             z = z.clone()
-            z[:, :, head.index] = values[0]
+            z[:, at, head.index] = values[0][:, at]
             return z
 
         return self.difference(self.logits((f"{prefix}.hook_z", patch)))
 
-    def to_neuron(self, head, part, entering):
+    def to_neuron(self, head, part, entering, at):
         mlp, prefix = self.model.blocks[head.layer].mlp, f"blocks.{head.layer}.mlp"
         act, i = ACTS[self.cfg.act_fn], head.index
         q = self.target[f"{prefix}.hook_pre"][:, :, i]
@@ -148,7 +149,7 @@ class PathOracle:
 
         def patch(post, hook):
             post = post.clone()
-            post[:, :, i] += z - w * v
+            post[:, at, i] += (z - w * v)[:, at]
             return post
 
         return self.difference(self.logits((f"{prefix}.hook_post", patch)))

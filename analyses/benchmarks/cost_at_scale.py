@@ -130,11 +130,11 @@ class Shape:
     def statistics(self) -> int:
         """Return the bytes of `corpus_statistics` for all neurons, with k = 20 examples per end.
 
-        An example has 3 integers, a flag, its score, and a window of 19 tokens with 2 numbers each;
-        a neuron has 1,416 integers for histograms and quadrants.
+        An example has 3 integers, a flag, its score, and a window of 19 tokens: for each, half an
+        integer and 2 numbers. A neuron has 1,416 integers for histograms and quadrants.
         """
         window, integer = 19, 8
-        example = (3 + window) * integer + 1 + (1 + 2 * window) * NUMBER
+        example = 3 * integer + window * integer // 2 + 1 + (1 + 2 * window) * NUMBER
         return self.n_layers * self.d_mlp * (2 * 20 * example + 1416 * integer)
 
 

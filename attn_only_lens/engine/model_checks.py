@@ -7,11 +7,11 @@ recognised by the package that defines the hook.
 """
 
 import re
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -26,6 +26,7 @@ _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
 _NAMED = 3
+_Modules: TypeAlias = list[tuple[str, nn.Module]]
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -94,10 +95,10 @@ def find_hooks(model: Any) -> AttachedHooks:
     )
 
 
-def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield a key for each hook on a module, except hooks that a bridge attaches in each run."""
+def state_of_hooks(model: Any, modules: _Modules) -> Iterator[tuple[str, int, int]]:
+    """Yield a key for each hook on these modules, except hooks that a bridge attaches in a run."""
     captures = _captures(model)
-    for name, module in modules_of(model):
+    for name, module in modules:
         if not any(map(module.__dict__.__getitem__, _KINDS)):
             continue
         for hooks_id, key, _ in _torch_hooks(module):
@@ -155,20 +156,21 @@ def reasons_not_to_run(model: Any) -> list[str]:
 def mode_reasons(model: Any) -> list[str]:
     """Return reasons why runs are random, cannot be differentiated or have no plain weights."""
     reasons = dict[str, None]()
-    for _, module in modules_of(model):
+    modules = modules_of(model)
+    for module in (module for _, module in modules if module.training):
         # Attention of transformers has no dropout module, but passes this rate to a function.
         rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout")
-        if module.training and isinstance(rate, float) and rate > 0:
+        if isinstance(rate, float) and rate > 0:
             reasons["dropout is active; call model.eval() first"] = None
-        if module.training and vars(module).get("gradient_checkpointing") is True:
+        if vars(module).get("gradient_checkpointing") is True:
             reasons["gradient checkpointing is active; call model.eval() first"] = None
-    return [*reasons, *quantized_reasons(model)]
+    return [*reasons, *quantized_reasons(modules)]
 
 
-def quantized_reasons(model: Any) -> list[str]:
+def quantized_reasons(modules: _Modules) -> list[str]:
     """Return an error message that names the first quantized module, or [] if there is none."""
-    for name, module in modules_of(model):
-        if "quantized" in type(module).__module__.split("."):
+    for name, module in modules:
+        if ".quantized." in f".{type(module).__module__}.":
             return [
                 f"{name} is quantized, so its weights have no gradient and cannot be read; use "
                 "the model as it was before quantization"
@@ -184,24 +186,23 @@ def has_user_forward_hooks(module: nn.Module) -> bool:
     )
 
 
-def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of a model once, including the modules of a model that a bridge wraps.
+def modules_of(model: Any) -> _Modules:
+    """Return each module of a model once, including the modules of a model that a bridge wraps.
 
-    A bridge has several names for a component; the shortest name is yielded.
+    A bridge has several names for a component; the shortest one is returned.
     """
     seen = {id(model)}
-    left: deque[tuple[str, nn.Module]] = deque([("", model)])
+    modules: _Modules = [("", model)]
     wrapped = getattr(model, "original_model", None)
     if isinstance(wrapped, nn.Module) and id(wrapped) not in seen:
         seen.add(id(wrapped))
-        left.append(("original_model", wrapped))
-    while left:
-        name, module = left.popleft()
-        yield name, module
+        modules.append(("original_model", wrapped))
+    for name, module in modules:  # the loop continues with the modules that it appends
         for key, child in module._modules.items():  # `named_children` takes three times as long
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                left.append((f"{name}.{key}" if name else key, child))
+                modules.append((f"{name}.{key}" if name else key, child))
+    return modules
 
 
 @contextmanager

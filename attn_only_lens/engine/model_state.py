@@ -129,7 +129,7 @@ def fingerprint(model: Any) -> str:
     that an error names the mode if it differs.
     """
     walk = _Walk(_entries, _bytecode, _name_of)
-    walk.model(model)
+    walk.model(model, modules_of(model))
     digest = hashlib.sha256()
     for leaf in walk.leaves:
         digest.update(f"{leaf!r}\n".encode())
@@ -169,11 +169,12 @@ def _snapshot(model: Any) -> tuple[object, ...]:
             vectors.append(tensor)
         # Inference-mode tensors do not count changes, so they are always treated as changed.
         version = object() if tensor.is_inference() else tensor._version
-        return _Reference(tensor), version, tensor.dtype, str(tensor.device)
+        return _Reference(tensor), version, tensor.dtype, tensor.device
 
     walk = _Walk(of_tensor, lambda code: code, weakref.ref)
-    walk.leaves += (*state_of_hooks(model), *(module.training for _, module in modules_of(model)))
-    walk.model(model)
+    modules = modules_of(model)
+    walk.leaves += (*state_of_hooks(model, modules), *(module.training for _, module in modules))
+    walk.model(model, modules)
     return (*walk.leaves, _contents(vectors))
 
 
@@ -193,12 +194,11 @@ class _Walk:
         self._classes: dict[type, object] = {}
         self._members: set[tuple[type, str]] = set()
 
-    def model(self, model: Any) -> None:
+    def model(self, model: Any, modules: list[tuple[str, nn.Module]]) -> None:
         """Describe a model, its modules and the code of their forward passes."""
         device = next(model.parameters()).device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self.leaves.append(torch.get_autocast_dtype(device))
-        modules = list(modules_of(model))
         for _, module in modules:
             self._seen[id(module)] = len(self._seen), module
         for path, module in modules:
@@ -501,6 +501,7 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+@functools.cache
 def _library(module: str) -> str:
     return module.split(".", 1)[0]
 

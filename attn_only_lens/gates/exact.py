@@ -80,7 +80,8 @@ class Gate:
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
         bias = bias.clamp(min=-limit, max=limit).to(q.dtype)
-        return torch.stack([torch.zeros_like(bias), bias], dim=-1)
+        # In memory, all scores for one token come first, because the softmax is faster so.
+        return torch.stack([torch.zeros_like(bias), bias]).movedim(0, -1)
 
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
@@ -90,7 +91,7 @@ class Gate:
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
-        return torch.stack(weights, dim=-1).to(q.dtype)
+        return torch.stack(weights).movedim(0, -1).to(q.dtype)
 
     def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return 1 - p(q), computed without cancellation."""

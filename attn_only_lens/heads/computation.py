@@ -170,9 +170,10 @@ class NeuronHeads(ABC):
     def _pattern(self, query: PreActivation) -> NeuronPattern:
         if is_live(self.hook_attn_scores) or is_live(self.hook_k):
             scores = require_grad_like(self._scores(query).transpose(1, 2), query)
-            pattern = torch.softmax(self.hook_attn_scores(scores), dim=-1)
+            scores = self.hook_attn_scores(scores).permute(3, 0, 2, 1)
+            pattern = torch.softmax(scores, dim=0)  # over a last axis of 2, ten times slower
             # As in TransformerLens, a fully masked row attends to nothing.
-            pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
+            pattern = pattern.masked_fill(torch.isnan(pattern), 0.0).permute(1, 3, 2, 0)
         else:
             pattern = self.gate.pattern(query).transpose(1, 2)
         hooked: Tensor = self.hook_pattern(require_grad_like(pattern, query))
@@ -186,7 +187,7 @@ class NeuronHeads(ABC):
         key = self.hook_k(key).squeeze(-1)
         limit = torch.finfo(query.dtype).max
         self_score = (torch.where(torch.isinf(query), 0.0, query) * key).clamp(-limit, limit)
-        return torch.stack([self_score, scores[..., BIAS]], dim=-1)
+        return torch.stack([self_score, scores[..., BIAS]]).movedim(0, -1)
 
     def _self_weight(
         self, query: PreActivation, index: Int[Tensor, "neuron"] | None = None

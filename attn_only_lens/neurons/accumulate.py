@@ -35,6 +35,7 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
+_PLACES = ("text", "at", "position")
 _LEAST = -40  # the smallest exponent e of a histogram's range, -2^e to 2^e
 
 
@@ -45,8 +46,8 @@ def no_examples(
     n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
 ) -> State:
     """Return an empty state, to which `add_examples` adds the largest or the smallest examples."""
-    whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
-    state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
+    state = {name: like.new_full((n, k), -1, dtype=torch.long) for name in _PLACES}
+    state["tokens"] = like.new_full((n, k, width), -1, dtype=torch.int32)  # most of all integers
     state |= {name: like.new_zeros(n, k) for name in numbers}
     state |= {name: like.new_zeros(n, k, width) for name in windows}
     state["found"] = like.new_zeros(n, k, dtype=torch.bool)
@@ -83,25 +84,31 @@ def add_examples(
         rows: the neurons to which entries are added.
         numbers: values of each counted token; entries are ranked by "score", and a score of -∞ is
             no entry.
-        windows: values of the tokens in a window, padding included: [batch * pos, neuron], or, if
+        windows: values of the tokens in a window, padding included: [neuron, batch * pos], or, if
             they depend on the entry, [neuron, batch * pos, pos].
         batch: the tokens.
         before: the number of tokens in a window before the entry.
     """
-    least = _least(state, end)[rows]
+    kept, k = _least(state, end)[rows], state["score"].shape[1]
     ranked = numbers["score"].neg() if end == "smallest" else numbers["score"]
-    chosen = _first_of_largest(ranked, least.shape[1])
-    new = _windows(windows, batch, rows, batch.counted[chosen], before, state["tokens"].shape[-1])
-    new |= {name: x.gather(1, chosen) for name, x in numbers.items()}
+    chosen = _first_of_largest(ranked, k)
+    both = torch.cat([kept, ranked.gather(1, chosen)], dim=1)
+    order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    row, rank = (order >= k).nonzero().unbind(1)  # only new entries need windows
+    entry = chosen[row, order[row, rank] - k]
+    new = _windows(
+        windows, batch, rows[row], batch.counted[entry], before, state["tokens"].shape[-1]
+    )
+    new |= {name: x[row, entry] for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
-    both = torch.cat([least, ranked.gather(1, chosen)], dim=1)
-    order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
-    for name, kept in state.items():
-        joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
-        positions = order.view(*order.shape, *[1] * (joined.ndim - 2)).expand(
-            -1, -1, *joined.shape[2:]
-        )
-        kept[rows] = joined.gather(1, positions)
+    for name, held in state.items():
+        entries = new[name].to(held.dtype)
+        if len(row) < order.numel():
+            moved = held[rows[:, None], order.clamp(max=k - 1)]
+            moved[row, rank] = entries
+        else:
+            moved = entries.view(*order.shape, *held.shape[2:])
+        held[rows] = moved
 
 
 def quadrants(
@@ -129,31 +136,28 @@ def _first_of_largest(x: Float[Tensor, "row token"], k: int) -> Int[Tensor, "row
 def _windows(
     windows: dict[str, Tensor],
     batch: Batch,
-    rows: Int[Tensor, "row"],
-    places: Int[Tensor, "row k"],
+    heads: Int[Tensor, "entry"],
+    places: Int[Tensor, "entry"],
     before: int,
     width: int,
 ) -> State:
     n_pos = batch.tokens.shape[1]
     row, position = places // n_pos, places % n_pos
     first = (position - before).clamp(min=0)
-    within = first[..., None] + torch.arange(width, device=places.device)
-    length = torch.minimum(batch.lengths[row], position + width - before)[..., None]
-    flat = row[..., None] * n_pos + within.clamp(max=n_pos - 1)
-    here: Bool[Tensor, "row k window"] = within < length
-    tokens = torch.where(here, batch.tokens.flatten()[flat], -1)
+    within = first[:, None] + torch.arange(width, device=places.device)
+    length = torch.minimum(batch.lengths[row], position + width - before)[:, None]
+    here: Bool[Tensor, "entry window"] = within < length
+    within = within.clamp(max=n_pos - 1)
+    flat = row[:, None] * n_pos + within
     of_tokens = {}
     for name, x in windows.items():
-        if x.ndim == 3:
-            numbers = x[rows[:, None], places].gather(2, within.clamp(max=n_pos - 1))
-        else:
-            numbers = x[flat, rows[:, None, None]]
+        numbers = x[heads[:, None], flat] if x.ndim == 2 else x[heads, places].gather(1, within)
         of_tokens[name] = torch.where(here, numbers, 0.0)
     return {
         "text": batch.text[row],
         "at": batch.first[row] + position,
         "position": position - first,
-        "tokens": tokens,
+        "tokens": torch.where(here, batch.tokens.flatten()[flat], -1),
         **of_tokens,
     }
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -71,32 +72,42 @@ class Summary:
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
         self.n_tokens = self.n_texts = 0
-        self.examples: list[dict[str, State]] = []
-        self.counts: list[State] = []
-        d_vocab = model.cfg.d_vocab
-        self.occurrences = torch.zeros(d_vocab, dtype=torch.long, device="cpu")
-        has_quadrants = options.histograms and any(shows_q(model, site) for site in sites)
-        for site in sites:
-            host, n = host_of(model), len(site.names)
-            ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
-            if site.kind in NEURON_KINDS:
-                weight = host.neurons[site.layer].W_out
-                like = float32_if_half(weight.detach()[:0, 0])
-                counts = no_counts(n, like.device) if options.histograms else {}
-                if has_quadrants:  # layers without W_gate leave these empty
-                    ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
-            else:
-                like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
-                counts = no_looks(n, options.context, d_vocab, like)
-                if options.by != "attribution":
-                    ends = {"largest": options.k}
-            group = "neuron" if site.kind in NEURON_KINDS else "attention"
-            width = self._before(group) + 1 + options.after
-            kinds = _NUMBERS[group], _WINDOWS[group]
-            self.examples.append(
-                {end: no_examples(n, k, width, like, *kinds) for end, k in ends.items()}
-            )
-            self.counts.append(counts)
+        self.occurrences = torch.zeros(model.cfg.d_vocab, dtype=torch.long, device="cpu")
+        self.examples, self.counts = dict[int, dict[str, State]](), dict[int, State]()
+        self._blocks: dict[str, list[tuple[dict[str, State], State]]] = {}
+        for group, kinds in _KINDS.items():
+            of_group = [(i, self._like(site)) for i, site in enumerate(sites) if site.kind in kinds]
+            for _, some in groupby(of_group, lambda pair: (pair[1].device, pair[1].dtype)):
+                self._add_block(group, list(some))
+
+    def _like(self, site: LayerSites) -> Tensor:
+        """Return a number on the device of a layer, with the dtype of its results."""
+        host, layer = host_of(self.model), site.layer
+        W = host.neurons[layer].W_out if site.kind in NEURON_KINDS else host.attention(layer).W_O
+        return float32_if_half(W.new_zeros(0))
+
+    def _add_block(self, group: str, layers: list[tuple[int, Tensor]]) -> None:
+        """Create the tensors of consecutive layers on one device; each layer's are views."""
+        options, like = self.options, layers[0][1]
+        ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
+        sizes = [len(self.sites[number].names) for number, _ in layers]
+        counts: State = {}
+        if group == "attention":
+            counts = no_looks(sum(sizes), options.context, len(self.occurrences), like)
+            if options.by != "attribution":
+                ends = {"largest": options.k}
+        elif options.histograms:
+            counts = no_counts(sum(sizes), like.device)
+            if any(shows_q(self.model, site) for site in self.sites):  # others leave these empty
+                ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
+        width = self._before(group) + 1 + options.after
+        kinds = _NUMBERS[group], _WINDOWS[group]
+        examples = {end: no_examples(sum(sizes), k, width, like, *kinds) for end, k in ends.items()}
+        self._blocks.setdefault(group, []).append((examples, counts))
+        for (number, _), stop, size in zip(layers, accumulate(sizes), sizes, strict=True):
+            rows = slice(stop - size, stop)
+            self.examples[number] = {end: _rows(state, rows) for end, state in examples.items()}
+            self.counts[number] = _rows(counts, rows)
 
     def _before(self, group: str) -> int:
         return self.options.before * (HEAD_WINDOW if group == "attention" else 1)
@@ -108,12 +119,10 @@ class Summary:
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield each prefix for tensor names, with the states whose tensors have this prefix."""
-        for group, kinds in _KINDS.items():
-            numbers = [i for i, site in enumerate(self.sites) if site.kind in kinds]
-            for end in self.examples[numbers[0]] if numbers else ():
-                yield f"{group}.{end}.", [self.examples[i][end] for i in numbers]
-            if numbers:
-                yield f"{group}.", [self.counts[i] for i in numbers]
+        for group, blocks in self._blocks.items():
+            for end in blocks[0][0]:
+                yield f"{group}.{end}.", [examples[end] for examples, _ in blocks]
+            yield f"{group}.", [counts for _, counts in blocks]
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
         """Run the model on a batch, and add the batch's activations to the results."""
@@ -167,6 +176,7 @@ class Summary:
         *,
         only_active: bool,
     ) -> Bool[Tensor, ""]:
+        values = {name: _by_neuron(x) for name, x in values.items()}
         counted = {name: _counted(x, batch) for name, x in values.items()}
         if counts:
             add_counts(counts, *(counted[name] for name in QUANTITIES))
@@ -189,10 +199,10 @@ class Summary:
 
         def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
             if end not in QUADRANTS:
-                return {"score": scores[end][rows]}
+                return {"score": _chosen(scores[end], rows)}
             assert quadrant is not None
-            outside = quadrant[rows] != QUADRANTS.index(end)
-            return {"score": size[rows].masked_fill(outside, -torch.inf)}
+            inside = _chosen(quadrant, rows) == QUADRANTS.index(end)
+            return {"score": torch.where(inside, _chosen(size, rows), -torch.inf)}
 
         self._add_examples("neuron", examples, scores, numbers, values, batch)
         return _all_finite(counted)
@@ -201,13 +211,14 @@ class Summary:
         self, values: OfLayer, batch: Batch, examples: dict[str, State], counts: State
     ) -> Bool[Tensor, ""]:
         pattern = values["pattern"]
-        counted = {name: _counted(x, batch) for name, x in values.items() if name != "pattern"}
+        others = {name: _by_neuron(x) for name, x in values.items() if name != "pattern"}
+        counted = {name: _counted(x, batch) for name, x in others.items()}
         add_looks(counts, pattern, batch)
         begins = torch.ones_like(batch.tokens, dtype=torch.bool).flatten()
         begins[batch.counted] = False
         bos = (pattern[..., 0] * begins.view(batch.tokens.shape)[:, :1]).flatten(1)
         score = counted["attribution" if self.options.by == "attribution" else "norm"]
-        of_tokens = {"score": score, "bos": _counted(bos.T, batch)}
+        of_tokens = {"score": score, "bos": _counted(bos, batch)}
 
         def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
             return _rows(of_tokens, rows)
@@ -235,12 +246,12 @@ class Summary:
                 add_examples(state, end, rows, new, windows, batch, self._before(group))
 
     def tensors(self) -> State:
-        """Return all results on the CPU; each tensor is concatenated over the layers."""
-        joined = {
-            f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
-            for prefix, states in self.states
-            for name in states[0]
-        }
+        """Return all results on the CPU; only layers on several devices need a copy."""
+        joined: State = {}
+        for prefix, states in self.states:
+            for name in states[0]:
+                parts = [state[name].cpu() for state in states]
+                joined[f"{prefix}{name}"] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined | {"occurrences": self.occurrences}
 
     def restore(self, tensors: State) -> None:
@@ -250,7 +261,7 @@ class Summary:
                 whole, first = tensors[f"{prefix}{name}"], 0
                 for state in states:
                     n = len(state[name])
-                    state[name] = whole[first : first + n].to(state[name])
+                    state[name].copy_(whole[first : first + n])
                     first += n
 
     def result(self, metric: str) -> CorpusStatistics:
@@ -276,15 +287,18 @@ class Summary:
         }
         examples = {name: x for name, x in of_kind.items() if name.startswith((*ENDS, *QUADRANTS))}
         counts = {name: x for name, x in of_kind.items() if name not in examples}
-        used = [x.unique() for name, x in of_kind.items() if name.endswith(".tokens")]
-        ids = torch.cat(used).unique().tolist()
-        vocabulary = {token: token_text(self.model, token) for token in ids if token >= 0}
+        used = torch.zeros(len(self.occurrences) + 1, dtype=torch.bool, device="cpu")
+        for name, x in of_kind.items():
+            if name.endswith(".tokens"):
+                used[x.flatten().long()] = True  # -1, which is no token, is the last entry
+        ids = used[:-1].nonzero()[:, 0].tolist()
+        vocabulary = {token: token_text(self.model, token) for token in ids}
         about = str(self.model.cfg.model_name), by, metric, self.n_texts, self.n_tokens
         return self.names(*_KINDS[group]), *about, vocabulary, examples, counts
 
 
 def _all_finite(values: OfLayer) -> Bool[Tensor, ""]:
-    return torch.stack([x.abs().amax() for x in values.values()]).isfinite().all()
+    return torch.stack([end for x in values.values() for end in x.aminmax()]).isfinite().all()
 
 
 def _rows(state: State, rows: slice | Tensor) -> State:
@@ -292,10 +306,19 @@ def _rows(state: State, rows: slice | Tensor) -> State:
     return {name: x[rows] for name, x in state.items()}
 
 
-def _counted(x: Float[Tensor, "place neuron"], batch: Batch) -> Float[Tensor, "neuron token"]:
-    """Return the values at all tokens except BOS and padding."""
+def _chosen(x: Tensor, rows: Int[Tensor, "row"]) -> Tensor:
+    """Return the given rows, in order, without a copy if they are all rows."""
+    return x if len(rows) == len(x) else x[rows]
+
+
+def _by_neuron(x: Float[Tensor, "place neuron"]) -> Float[Tensor, "neuron place"]:
     # A transpose of the copy, which is in the cache, is several times faster than one of `x`.
-    return x.index_select(0, batch.counted).T.contiguous()
+    return x.contiguous().T.contiguous()
+
+
+def _counted(x: Float[Tensor, "neuron place"], batch: Batch) -> Float[Tensor, "neuron token"]:
+    """Return the values at all tokens except BOS and padding."""
+    return x if len(batch.counted) == x.shape[1] else x.index_select(1, batch.counted)
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:

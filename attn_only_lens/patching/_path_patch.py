@@ -6,7 +6,7 @@ run; one of the two runs is the clean run, the other the corrupted run.
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
     r's output changes by Δz_r(δ)                (`engine/readers.py`)
-    z_r + Δz_r is patched into the target run, and the metric is computed
+    z_r + Δz_r is patched into the target run, at r's positions, and the metric is computed
 
 This method is from Wang et al. 2022, "Interpretability in the Wild", and Goldowsky-Dill et al.
 2023, "Localizing Model Behavior with Path Patching". The pair (s, r) stands for all paths whose
@@ -41,7 +41,7 @@ from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.edges import Edges
 from attn_only_lens.patching.job import Job, require_folder
-from attn_only_lens.patching.path_blocks import PROBLEM, resolve_receivers
+from attn_only_lens.patching.path_blocks import PROBLEM, receiver_groups
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Paths
@@ -66,8 +66,8 @@ def path_patch(
     """Patch each path from a sender to a later receiver, and compute the metric after each patch.
 
     Results are exact. The receiver reads the sender's output in the other run, while the rest of
-    its input stays fixed. The changed output of the receiver then affects the rest of the forward
-    pass and the metric (see `_path_patch.py`).
+    its input stays fixed. The changed output of the receiver, at its positions, then affects the
+    rest of the forward pass and the metric (see `_path_patch.py`).
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -122,7 +122,7 @@ def path_patch(
     # Plan
     pair, metric, part = contrast.pair(model), as_metric(contrast.metric), edges.part
     with float32_runs(model, pair):
-        receiving = resolve_receivers(model, edges.receivers, part)
+        receiving = receiver_groups(model, pair, edges.receivers, part, averaged=not per_prompt)
         sending = site_groups(model, pair, edges.senders, "z", averaged=not per_prompt)
         every = resolve_sites(model, "all")
         of_chunk: dict[str, Any] = {"traced": top is not None, "decomposed": True}

@@ -18,60 +18,73 @@ from torch import Tensor
 
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.sites import LayerSites, Sites, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, Sites
 from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
-from attn_only_lens.patching.site_groups import SiteGroup
+from attn_only_lens.patching.site_groups import SiteGroup, site_groups
 
 PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
 _NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
 
 
-def resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
-    """Return receivers by layer and kind. Append None if the logits are a receiver."""
-    sites = Sites.of(receivers)
-    if sites.positions != "each":
-        reason = f"got receivers with positions={sites.positions!r}; expected receivers only"
-        raise InputError([f"{reason}: they are patched at every position"], PROBLEM)
+def receiver_groups(
+    model: Any, pair: PromptPair, receivers: Any, part: str, *, averaged: bool
+) -> list[SiteGroup | None]:
+    """Return receivers as groups of sites. Append None if the logits are a receiver."""
+    sites = Sites.of(receivers).without(*WIDE_KINDS)
     named = sites.heads if isinstance(sites.heads, tuple) and not sites.kinds else ()
-    names = [name for name in named if name != _LOGITS]
-    has_logits = len(names) < len(named)
-    chosen = replace(sites, heads=names) if has_logits else sites
-    only_logits = has_logits and not names
-    resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, chosen)]
-    wide = [sites.names[0] for sites in resolved if sites and sites.kind in WIDE_KINDS]
-    if wide and sites.kinds:
-        resolved = [sites for sites in resolved if sites and sites.kind not in WIDE_KINDS]
-    elif wide:
-        reason = (
-            f"got {wide[0]} as a receiver; expected attention heads, neurons or features: "
-            "error nodes are held fixed on paths, and skip nodes pass on their input unchanged"
-        )
-        raise InputError([reason], PROBLEM)
-    neurons = [sites.names[0] for sites in resolved if sites and sites.kind in NEURON_KINDS]
-    if part == "k" and neurons:
-        reason = (
-            f"got part='k' and receivers such as {neurons[0]}; expected attention heads: a "
-            "neuron-head's keys do not depend on the token"
-        )
-        raise InputError([reason], PROBLEM)
-    return [*resolved, *[None] * has_logits]
+    logits = [name for name in map(str, named) if name.partition("@")[0] == _LOGITS]
+    names = [name for name in named if str(name) not in logits]
+    reasons = [
+        "got 'logits' with a position; expected 'logits', also next to names such as 'L5H3@2': a "
+        "sender changes the logits at its own positions"
+    ] * bool(logits and (sites.positions != "each" or {*logits} != {_LOGITS}))
+    # By default, a receiver reads at all positions together, unless its name has a position.
+    placed = [name for name in names if "@" in str(name)] if sites.positions == "each" else []
+    others = [name for name in names if name not in placed]
+    selected = [Sites(placed)] if placed else []
+    if others or not named:
+        positions = "all" if sites.positions == "each" else sites.positions
+        selected.append(replace(sites, heads=others or sites.heads, positions=positions))
+    groups = list[SiteGroup | None]()
+    for chosen in selected:
+        with InputError.collected(reasons):
+            groups += site_groups(model, pair, chosen, "z", averaged=averaged)
+    first = {group.sites.kind: group.sites.names[0] for group in reversed(groups) if group}
+    reasons += [
+        f"got {name} as a receiver; expected attention heads, neurons or features: error nodes are "
+        "held fixed on paths, and skip nodes pass on their input unchanged"
+        for kind, name in first.items()
+        if kind in WIDE_KINDS
+    ]
+    reasons += [
+        f"got part='k' and receivers such as {name}; expected attention heads: a neuron-head's "
+        "keys do not depend on the token"
+        for kind, name in first.items()
+        if kind in NEURON_KINDS and part == "k"
+    ]
+    InputError.raise_if(reasons, PROBLEM)
+    return [*groups, *[None] * bool(logits)]
 
 
 @dataclass(frozen=True, eq=False)
 class PathBlock:
-    """All paths from these senders, at these positions, to these receivers (None: the logits)."""
+    """All paths from these senders, at these positions, to these receivers at `receiving`.
+
+    If `receivers` and `receiving` are None, paths lead to the logits.
+    """
 
     senders: LayerSites
     positions: PositionSet
     receivers: LayerSites | None
+    receiving: PositionSet | None
 
     @property
     def shape(self) -> tuple[int, int]:
         """The number of senders and the number of receivers."""
-        return len(self.senders.names), len(names_of(self.receivers))
+        return len(self.senders.names), 1 if self.receivers is None else len(self.receivers.names)
 
     @property
     def n_paths(self) -> int:
@@ -86,12 +99,18 @@ class PathBlock:
         """Return the same paths, with positions only in the given prompts."""
         if pair.among is None:
             return self
-        positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
-        return replace(self, positions=positions)
+        some = pair.among[0], pair.clean.shape[1]
+        receiving = self.receiving and self.receiving.of_prompts(*some)
+        return replace(self, positions=self.positions.of_prompts(*some), receiving=receiving)
 
     def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
         """Return a frame with one row per path from sender i to receiver j."""
-        receivers = names_of(self.receivers)
+        if self.receivers is None or self.receiving is None:
+            receivers: Sequence[str] = [_LOGITS]
+        elif self.receiving.label == "all":
+            receivers = self.receivers.names
+        else:
+            receivers = [f"{name}@{self.receiving.label}" for name in self.receivers.names]
         return pd.DataFrame(
             {
                 "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
@@ -104,23 +123,27 @@ class PathBlock:
 def path_blocks(
     run: Decomposition,
     senders: Sequence[SiteGroup],
-    receivers: Sequence[LayerSites | None],
+    receivers: Sequence[SiteGroup | None],
     prompts_at_once: int,
 ) -> Iterator[PathBlock]:
     """Yield path blocks that contain all pairs whose receiver can read the sender's output.
 
     Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
+    readers = [x for group in receivers for x in (_by_position(group) if group else [(None, None)])]
     for group in senders:
-        for place, position in enumerate(group.positions):
-            heads = group.head[group.place == place]
-            if not len(heads):
-                continue
-            sending = take(group.sites, heads)
-            for receiving in receivers:
-                if _in_order(run, sending, receiving):
-                    block = PathBlock(sending, position, receiving)
-                    yield from _split(run, block, prompts_at_once)
+        for sending in _by_position(group):
+            for receiving in readers:
+                if _in_order(run, sending[0], receiving[0]):
+                    yield from _split(run, PathBlock(*sending, *receiving), prompts_at_once)
+
+
+def _by_position(group: SiteGroup) -> Iterator[tuple[LayerSites, PositionSet]]:
+    """Yield each set of positions in a group, with the heads that the group has there."""
+    for place, position in enumerate(group.positions):
+        heads = group.head[group.place == place]
+        if len(heads):
+            yield take(group.sites, heads), position
 
 
 def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
@@ -139,7 +162,7 @@ def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterat
     if receivers is not None and receivers.kind == "attention":
         tokens = batch * (n_pos - int(some.int().argmax()))
         width = max(width, run.of(receivers.layer, "attention").z[0, 0].numel())
-        many = len(names_of(receivers))
+        many = len(receivers.names)
     else:
         tokens = batch * int(some.sum())
         many = max(1, _NUMBERS // (tokens * min(len(whole.senders.names), 64)))
@@ -152,11 +175,8 @@ def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterat
                 take(whole.senders, slice(i, i + few)),
                 whole.positions,
                 None if receivers is None else take(receivers, slice(j, j + many)),
+                whole.receiving,
             )
-
-
-def names_of(receivers: LayerSites | None) -> tuple[str, ...]:
-    return (_LOGITS,) if receivers is None else receivers.names
 
 
 def take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:

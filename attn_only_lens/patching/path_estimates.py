@@ -11,20 +11,20 @@ from torch import Tensor
 
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.recording import run
-from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.patching.path_blocks import PathBlock
 from attn_only_lens.patching.path_runner import PathRunner
 from attn_only_lens.patching.prompt_chunks import PromptChunk
+from attn_only_lens.patching.site_groups import SiteGroup
 
 
 def receiver_gradients(
-    model: Any, receivers: Sequence[LayerSites | None], prompts: PromptChunk
+    model: Any, receivers: Sequence[SiteGroup | None], prompts: PromptChunk
 ) -> dict[tuple[int, HeadKind], Tensor]:
     """Return the gradient of the metric with respect to each receiver's z."""
     target = prompts.target
-    layers = {(sites.layer, sites.kind) for sites in receivers if sites is not None}
+    layers = {(group.sites.layer, group.sites.kind) for group in receivers if group is not None}
     if not layers:
         return {}
     names = {layer: host_of(model).hook_name(*layer, "z") for layer in sorted(layers)}

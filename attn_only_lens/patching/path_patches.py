@@ -19,16 +19,15 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.readers import Readers, input_hooks
 from attn_only_lens.engine.recording import RunPair, Side, run_pair
 from attn_only_lens.engine.replay import make_replay
-from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.writes import Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import prompt_settings
+from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.path_blocks import (
     PROBLEM,
     by_block,
-    names_of,
     path_blocks,
     split_blocks,
 )
@@ -57,7 +56,7 @@ class PathPlan:
     pair: PromptPair
     metric: Metric
     senders: tuple[SiteGroup, ...]
-    receivers: list[LayerSites | None]
+    receivers: list[SiteGroup | None]
     part: str
     direction: str
     scale: Scale
@@ -70,11 +69,13 @@ class PathPlan:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that affect results. Only jobs with equal settings are resumed."""
+        reading = [group for group in self.receivers if group is not None]
         return {
-            **prompt_settings(self.model, self.pair, self.metric, self.senders),
+            **prompt_settings(self.model, self.pair, self.metric, [*self.senders, *reading]),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
             "positions": [site_rows([group])["position"].tolist() for group in self.senders],
-            "receivers": [name for receiver in self.receivers for name in names_of(receiver)],
+            "receivers": [[*site_ids(site_rows([group]))] for group in reading],
+            "logits": None in self.receivers,
             "part": self.part,
             "direction": self.direction,
             "scale": self.scale,
@@ -90,7 +91,8 @@ class PathPatches:
     ) -> None:
         self._plan, self._batch_size = plan, batch_size
         host = host_of(plan.model)
-        layers = [sites.layer for sites in plan.receivers if sites and sites.kind == "attention"]
+        sites = {group.sites for group in plan.receivers if group}
+        layers = sorted({x.layer for x in sites if x.kind == "attention"})
         self._names = tuple(name for layer in layers for name in input_hooks(host, layer))
         self._runs: dict[Side, Decomposition] = {}
         self._prompts = PromptChunks(
@@ -192,7 +194,7 @@ class PathPatches:
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
             if prompts.padded not in self._tested:
                 positions = position_sets(plan.senders)
-                groups = [SiteGroup.product(sites, positions) for sites in plan.receivers if sites]
+                groups = [SiteGroup.product(x.sites, positions) for x in plan.receivers if x]
                 check_edits(replay, [group.of_prompts(prompts.pair) for group in groups], "z")
                 self._tested.add(prompts.padded)
             target, source = runs["clean"], runs["corrupted"]

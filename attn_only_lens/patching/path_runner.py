@@ -105,11 +105,14 @@ class PathRunner:
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
         """Return how each sender changes the receivers' z, and the positions of the changes."""
+        assert block.receiving is not None
         neuron_run = self.target.of(receivers.layer, "neuron")
-        columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
+        chosen = (block.positions.chosen & block.receiving.chosen).to(neuron_run.z.device)
+        columns = chosen.any(dim=0).nonzero()[:, 0]
         reads = neuron_run.reads.at(columns)
         entering = reads.change(self._sent(block, columns), self.scale)
         change = self.readers.neuron_change(receivers, entering, self.part, columns)
+        change = change * chosen[:, columns, None]
         return change.flatten(0, 1), columns
 
     def _run_neurons(
@@ -136,6 +139,7 @@ class PathRunner:
         self, block: PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
         """Return z of the receivers' layer after each sender's patch, and the first position."""
+        assert block.receiving is not None
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
@@ -151,7 +155,8 @@ class PathRunner:
             replay.numbers_per_variant(first),
             lambda some: self.readers.attention_z(layer, entering[some], self.part, first),
         )
-        return z_patched.to(values.device), first
+        chosen = block.receiving.chosen[:, here, None, None].to(values.device)
+        return torch.where(chosen, z_patched.to(values.device), values), first
 
     def _run_attention(
         self, block: PathBlock, receivers: LayerSites, i: Tensor, j: Tensor, values: Tensor

@@ -597,8 +597,9 @@ class Paths(ScoredFrame):
     """The results of path patching, with its settings.
 
     Attributes:
-        frame: one row per path. Columns: `sender`, `receiver`, `part`, `position` (the sender's
-            position: a number, a role, or "all"), `value` (the metric after the patch) and `score`.
+        frame: one row per path. Columns: `sender`, `receiver` (with its position, as in `L5N7@3`,
+            unless it reads at every position), `part`, `position` (the sender's position: a number,
+            a role, or "all"), `value` (the metric after the patch) and `score`.
             For several prompts, there are also the columns of a `Sweep`: standard errors of means,
             or `prompt` and `unpatched` for single prompts. With `top`, there is also `estimate`,
             the score estimated from gradients (a mean over prompts).

@@ -49,8 +49,10 @@ def require_exact(sweep, oracle, positions, tolerance):
     frame, moved = sweep.to_frame(), 0.0
     span = abs(sweep.clean_value - sweep.corrupted_value)
     for row in frame.itertuples():
-        to = row.receiver if row.receiver == "logits" else HeadName.parse(row.receiver)
-        expected = oracle.value(HeadName.parse(row.sender), to, row.part, positions)
+        name, _, place = row.receiver.partition("@")
+        to = name if name == "logits" else HeadName.parse(name)
+        at = {"": slice(None), "role": 1}.get(place) or int(place)
+        expected = oracle.value(HeadName.parse(row.sender), to, row.part, positions, at)
         assert abs(row.value - expected) < tolerance * span, row
         moved = max(moved, abs(expected - sweep.corrupted_value))
     assert moved > 10 * tolerance * span  # control: some paths have an effect
@@ -75,6 +77,53 @@ def test_equals_hooks(name):
             assert n == 8 - (name == "neox")
     sweep = p.path_patch(model, PAIR, p.Edges(p.Sites(SENDERS, END), RECEIVERS, "z", "anew"))
     require_exact(sweep, anew, END, tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_receivers_at_positions(name, monkeypatch):
+    """A receiver's output changes only at its positions, and only if it reads the sender's."""
+    monkeypatch.setitem(bridges.GPT, "n_layer", 3)
+    monkeypatch.setitem(bridges.SIZES, "num_hidden_layers", 3)
+    model, source = bridges.exposed_copy(bridges.boot(name)), bridges.boot(name, state="names")
+    oracle, tolerance = PathOracle(source, PAIR), 1e-10 if name == "gpt2" else 2e-6
+    reading = ["L2H0@-1", "L1N5@2", "L1H1@3", "L1H0@2", "L1H1", "logits"]
+    unmoved = ["L1N5@3", "L1H0@1", "L2H0@3"]  # before the sender, elsewhere, or not followed
+
+    def patched(receivers, place=2, **options):
+        edges = p.Edges(p.Sites(["L0H1", "L0N3"], place), receivers, "z")
+        return p.path_patch(model, PAIR, edges, **options)
+
+    paths = patched([*reading, *unmoved])
+    assert require_exact(paths, oracle, 2, tolerance) == 2 * 9
+    end = patched([reading[0], "logits"], END)
+    require_exact(end, oracle, END, tolerance)
+    effects = paths.frame.assign(e=paths.effect.abs()).groupby("receiver", observed=True)["e"]
+    assert effects.min()[reading[:-1]].min() > 1e-6
+    assert effects.max()[[*unmoved, "logits"]].max() < 1e-12
+    for positions, label in ((-1, "@-1"), ("role", "@role"), ("all", "")):
+        some = patched(p.Sites("heads", positions, layers=2), 1)
+        assert set(some.frame["receiver"]) == {f"L2H0{label}", f"L2H1{label}"}
+        if label != "@role":  # the last layer's other positions do not reach the metric
+            require_exact(some, oracle, 1, tolerance)
+    top = patched(p.Sites("all", [2, 3], layers=1), top=9)
+    require_exact(top, oracle, 2, tolerance)
+    rows, span = top.frame, abs(top.frame["score"]).max()
+    assert (abs(rows["estimate"] - rows["score"]) < span / 3).all()
+
+
+def test_receivers_at_roles(model):
+    """A role is another position in each prompt."""
+    contrast = replace(PAIR, roles={"here": [1, 3]})
+    edges = p.Edges(p.Sites("L0H1", "all"), ["L0N5@here", "L0N7@here"], "z")
+    rows = p.path_patch(model, contrast, edges, per_prompt=True).frame
+    alone = p.path_patch(model, contrast, edges, per_prompt=True, work=Work(prompts_at_once=1))
+    for i, place in enumerate((1, 3)):
+        placed = p.Edges(edges.senders, [f"L0N5@{place}", f"L0N7@{place}"], "z")
+        one = p.path_patch(model, PAIR[i : i + 1], placed)
+        assert one.effect.abs().min() > 1e-6
+        for frame in (rows, alone.frame):
+            values = frame[frame["prompt"] == i]["value"].to_numpy()
+            assert values == pytest.approx(one.frame["value"].to_numpy(), rel=1e-12)
 
 
 def test_equals_transformerlens():
@@ -191,5 +240,9 @@ def test_refusals(model):
 
     refused("do not depend on the token", p.Edges("L0H1", ["L1H0", "L1N5"], "k"))
     refused("a later layer", p.Edges("L1N5", "L1H0"))
+    refused("a sender changes the logits at its own", p.Edges("L0H1", p.Sites("logits", -1)))
+    wrong = ["L7H0@2", "L1H0@9", "L1N5@nobody", "logits@1", "L8H0"]
+    refused("(?s)logits.*L7H0.*nobody.*L1H0@9: got 9.*L8H0", p.Edges("L0H1", wrong))
+    refused("more than once", p.Edges("L0H1", ["L1H0@-1", f"L1H0@{POS - 1}"]))
     refused("(?s)got a Tensor; expected Contrast.*got a str; expected Edges", "L0H1", CLEAN)
     refused("gradient is zero", contrast=replace(PAIR, metric=p.kl()), direction="noise", top=3)

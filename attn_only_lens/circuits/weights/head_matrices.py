@@ -26,7 +26,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.engine.model_checks import quantized_reasons
+from attn_only_lens.engine.model_checks import modules_of, quantized_reasons
 from attn_only_lens.engine.sites import (
     LayerSites,
     Sites,
@@ -55,7 +55,7 @@ class HeadMatrices:
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
         """Return the matrices of all heads; raise an error for a bridge's unsupported modules."""
         host = host_of(model)
-        InputError.raise_if(quantized_reasons(model), "these weights cannot be read")
+        InputError.raise_if(quantized_reasons(modules_of(model)), "these weights cannot be read")
         host.require_weights()
         return cls(model, tuple(norms_of(model)[0]) if fold_norms else None)
 

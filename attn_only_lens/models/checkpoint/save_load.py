@@ -22,7 +22,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.engine.model_checks import hook_reasons, quantized_reasons
+from attn_only_lens.engine.model_checks import hook_reasons, modules_of, quantized_reasons
 from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
 from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
@@ -139,7 +139,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     reasons = host_of(model).reasons() if has_neuron_heads(model) else []
     if isinstance(model, TransformerBridge):
         reasons = reasons + hook_reasons(model, "would not be saved")
-    reasons = reasons + quantized_reasons(model)
+    reasons = reasons + quantized_reasons(modules_of(model))
     refuse(reasons, "this model cannot be saved")
     with ExitStack() as stack:
         results = any(heads.results for heads in exposed_heads(model))
