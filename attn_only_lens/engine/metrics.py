@@ -206,15 +206,13 @@ class Metric:
         return replace(metric, name=self.name) if has_own_name else metric
 
     def identity(self) -> list[Any]:
-        """Return JSON data that identifies this metric; a job is resumed and shared with it only."""
+        """Return JSON data that identifies this metric, for jobs that are resumed or shared."""
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
                 "p.custom(fn, version='1'): change the version whenever fn changes"
             )
-            raise InputError(
-                [reason], "a job is resumed, or shared by processes, only with one metric"
-            )
+            raise InputError([reason], "a resumed or shared job must have the same metric")
         return [self.name, self.version, self.answers, self.source]
 
 
@@ -477,8 +475,8 @@ def custom(
         fn: a function that maps logits [batch, pos, d_vocab] to one number, or to one number per
             prompt.
         name: the name in results; by default the name of `fn`.
-        version: a version, needed for `resume` and by several processes, where name, version and source text identify `fn`;
-            give another version whenever `fn` changes.
+        version: a version, needed for `resume` and by several processes, where name, version and
+            source text identify `fn`; give another version whenever `fn` changes.
 
     Raises:
         InputError: `fn` cannot be called. When the metric is computed: `fn` does not return finite
