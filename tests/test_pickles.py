@@ -132,7 +132,7 @@ def test_options():
 @pytest.fixture(scope="module")
 def why(english):
     some = tasks.agreement(english.tokenizer, n=8)
-    return explain(english, some[:4], held_out=some[4:], resamples=5, most_nodes=20)
+    return explain(english, some[:4], held_out=some[4:], resamples=2, most_nodes=20)
 
 
 def test_an_explanation_leaves_its_model_behind(english, why):
