@@ -332,34 +332,33 @@ def _of_answers(
     Here, ℓ are the logits at each prompt's last non-padding token. If `scale` is None, the metric
     uses the logits themselves and reads only the answers' logits.
     """
-    rows = tuple((role, answer_rows(of_role)) for role, of_role in answers.items())
-    name = f"{make.__name__}({', '.join(answers_label(of_role) for _, of_role in rows)})"
-    bound = _OfAnswers(name, rows, scale, several)
-    return Metric(name, bound, answers=tuple(of_role for _, of_role in rows), make=make)
+    rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
+    name = f"{make.__name__}({', '.join(map(answers_label, rows.values()))})"
+    bound = partial(_bound_answers, name, rows, scale, several)  # unlike a closure, it is pickled
+    return Metric(name, bound, answers=tuple(rows.values()), make=make)
 
 
-@dataclass(frozen=True)
-class _OfAnswers:
-    """Binds a metric of answers. Unlike a nested function, it can be pickled and compared."""
+def _bound_answers(
+    name: str,
+    rows: Mapping[str, AnswerRows],
+    scale: Callable[[Tensor, int], Tensor] | None,
+    several: bool,
+    model: Any,
+    pair: PromptPair,
+    reference: Logits | None,
+) -> BoundMetric:
+    shape, device = _logits_shape(model, pair), pair.clean.device
+    tokens = answer_tokens(model, pair, rows, reference, several=several)
+    index, signs = _index_and_signs(tokens.values(), device)
+    columns, index = (None, index) if scale else index.unique(return_inverse=True)
 
-    name: str
-    rows: tuple[tuple[str, AnswerRows], ...]
-    scale: Callable[[Tensor, int], Tensor] | None
-    several: bool
+    def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+        scaled = float32_if_half(logits).squeeze(-2)
+        scaled = scaled if scale is None else scale(scaled, -1)
+        answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
+        return (answers * signs).sum(dim=-1)
 
-    def __call__(self, model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape, device, scale = _logits_shape(model, pair), pair.clean.device, self.scale
-        tokens = answer_tokens(model, pair, dict(self.rows), reference, several=self.several)
-        index, signs = _index_and_signs(tokens.values(), device)
-        columns, index = (None, index) if scale else index.unique(return_inverse=True)
-
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            scaled = float32_if_half(logits).squeeze(-2)
-            scaled = scaled if scale is None else scale(scaled, -1)
-            answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
-            return (answers * signs).sum(dim=-1)
-
-        return BoundMetric(self.name, pair.last, columns, shape, compute)
+    return BoundMetric(name, pair.last, columns, shape, compute)
 
 
 def _index_and_signs(
@@ -503,28 +502,23 @@ def custom(
         source = inspect.getsource(fn)
     except (OSError, TypeError):
         source = None
-    bound = _OfFunction(fn, label)
+    bound = partial(_bound_function, fn, label)
     return Metric(label, bound, version=version, source=source, by_prompt=False)
 
 
-@dataclass(frozen=True)
-class _OfFunction:
-    """Binds a user's function. It can be pickled if the function can."""
+def _bound_function(
+    fn: Callable[..., Any], name: str, model: Any, pair: PromptPair, reference: Logits | None
+) -> BoundMetric:
+    padded = not bool(pair.real.all())
 
-    fn: Callable[[Logits], Tensor | float]
-    name: str
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"], extra: int = 0) -> Tensor:
+        rows = (_without_padding(x, pair, extra) if padded else x for x in logits)
+        return torch.stack([_as_numbers(fn(x), len(x), name) for x in rows])
 
-    def __call__(self, model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        padded = not bool(pair.real.all())
-
-        def compute(logits: Float[Tensor, "site batch pos d_vocab"], extra: int = 0) -> Tensor:
-            rows = (_without_padding(x, pair, extra) if padded else x for x in logits)
-            return torch.stack([_as_numbers(self.fn(x), len(x), self.name) for x in rows])
-
-        differ = pair.real.sum(dim=1).unique().numel() > 1
-        if differ and reference is not None and reference[pair.real].isfinite().all():
-            _require_counts_from_end(partial(compute, reference[None]), pair, self.name)
-        return BoundMetric(self.name, None, None, _logits_shape(model, pair), compute)
+    differ = pair.real.sum(dim=1).unique().numel() > 1
+    if differ and reference is not None and reference[pair.real].isfinite().all():
+        _require_counts_from_end(partial(compute, reference[None]), pair, name)
+    return BoundMetric(name, None, None, _logits_shape(model, pair), compute)
 
 
 def _without_padding(logits: Logits, pair: PromptPair, extra: int) -> Logits:

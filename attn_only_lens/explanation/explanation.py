@@ -14,8 +14,7 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.contrast import Contrast
-from attn_only_lens.engine.tokens import joined
-from attn_only_lens.errors import InputError
+from attn_only_lens.engine.tokens import joined, require_model
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 from attn_only_lens.explanation.node_descriptions import STRONGER, short_token
 from attn_only_lens.explanation.strong_sites import single_effects
@@ -264,12 +263,8 @@ class Explanation:
         Args:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
                 page shows them, and names a neuron after the token at which its output is largest.
-
-        Raises:
-            InputError: the explanation comes from a pickle, which has no model.
         """
-        reason = "got an explanation without its model; expected replace(why, model=your_model)"
-        InputError.raise_if([reason] * (self.model is None), "nothing can be drawn")
+        require_model(self.model)
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:

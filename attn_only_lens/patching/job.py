@@ -1,9 +1,7 @@
 """Jobs compute chunks of work, optionally store the results, and collect them in order.
 
-All long computations are jobs. The work is split into chunks, and a function computes named arrays
-for each chunk. A job can store the arrays in a folder, so that it can be resumed after an
-interruption. If several processes run (see `processes.py`), they share the chunks. A patching
-method only has to define chunks, and a function `compute` that processes one chunk:
+All long computations are jobs. A function `compute` returns named arrays for each chunk of the
+work. A job can store them in a folder, so that it can be resumed after an interruption.
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
@@ -18,31 +16,17 @@ computes only the missing chunks.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.processes import gathered, rank_and_size
+from attn_only_lens.patching.site_groups import Chunk
 from attn_only_lens.storage.chunks import ChunkStore, differences
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-
-
-class Chunk(Protocol):
-    """One piece of a job's work."""
-
-    @property
-    def key(self) -> str:
-        """The chunk's name, which is unique in the job."""
-
-    @property
-    def size(self) -> int:
-        """The chunk's length on the progress bar."""
-
-
-_Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
@@ -58,16 +42,11 @@ class Job:
         InputError: the folder belongs to another job, or the processes have different settings.
 
     Example:
-        >>> from typing import NamedTuple
-        >>> class Number(NamedTuple):
-        ...     key: str
-        ...     size: int
         >>> job = Job(None, dict, progress=False)
-        >>> chunks = [Number("two", 2), Number("three", 3)]
-        >>> def squares(chunk):
-        ...     return {"square": np.arange(chunk.size) ** 2}
-        >>> [int(arrays["square"].sum()) for _, arrays in job.run(chunks, squares, unit="number")]
-        [1, 5]
+        >>> chunks = [Chunk(range(1), range(2)), Chunk(range(1), range(2, 5))]
+        >>> squared = job.run(chunks, lambda c: {"square": np.array(c.rows) ** 2}, unit="row")
+        >>> [int(arrays["square"].sum()) for _, arrays in squared]
+        [1, 29]
     """
 
     def __init__(
@@ -77,35 +56,27 @@ class Job:
         progress: bool | str,
     ) -> None:
         self._rank, self._n_processes = rank_and_size()
-        self._store: ChunkStore | None = None
         self._label = progress if isinstance(progress, str) else None
         self._hidden = not progress or self._rank > 0
         self._bar: Any = None
-        first, *others = gathered(partial(self._open, folder, settings))
+        needed = folder is not None or self._n_processes > 1
+        first, *others = gathered(lambda: settings() if needed else {})
         reasons = [
             f"process {rank}: {difference}"
             for rank, other in enumerate(others, 1)
             for difference in differences(other, first, "process 0 has")
         ]
         InputError.raise_if(reasons, "all processes must run the same job")
-
-    def _open(
-        self, folder: str | Path | None, settings: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Open the folder in the first process; return the settings if they are needed."""
-        if folder is None and self._n_processes == 1:
-            return {}
-        values = settings()
-        if folder is not None and self._rank == 0:
-            self._store = ChunkStore(folder, values)
-        return values
+        opens = folder is not None and self._rank == 0
+        stores = gathered(lambda: ChunkStore(folder, first) if opens else None)
+        self._store = stores[self._rank]
 
     def run(
-        self, chunks: Sequence[_Chunk], compute: Callable[[_Chunk], Arrays], *, unit: str
-    ) -> Iterator[tuple[_Chunk, Arrays]]:
+        self, chunks: Sequence[Chunk], compute: Callable[[Chunk], Arrays], *, unit: str
+    ) -> Iterator[tuple[Chunk, Arrays]]:
         """Yield each chunk and its arrays, in order; `unit` is what the progress bar counts."""
         total, hidden, n = sum(chunk.size for chunk in chunks), self._hidden, self._n_processes
-        stored, *_ = gathered(partial(self._stored, chunks))
+        stored, *_ = gathered(lambda: self._store.keys() if self._store else set[str]())
         with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
             done = 0
             for start in range(0, len(chunks), n):
@@ -122,13 +93,8 @@ class Job:
         """Advance the progress bar within a chunk."""
         self._bar.update(n)
 
-    def _stored(self, chunks: Sequence[Chunk]) -> set[str]:
-        """Return the keys of the chunks in the folder; the first process decides for all."""
-        keys = {chunk.key for chunk in chunks}
-        return {key for key in keys if self._store is not None and self._store.path(key).exists()}
-
     def _share(
-        self, chunks: Sequence[_Chunk], stored: set[str], compute: Callable[[_Chunk], Arrays]
+        self, chunks: Sequence[Chunk], stored: set[str], compute: Callable[[Chunk], Arrays]
     ) -> dict[str, Arrays]:
         """Return the chunk of a round that this process computes, and those that it has stored."""
         share = dict[str, Arrays]()
@@ -143,5 +109,6 @@ class Job:
     def _keep(self, arrays: dict[str, Arrays], stored: set[str]) -> None:
         """Store the chunks of a round that are new."""
         if self._store is not None:
-            for key in [key for key in arrays if key not in stored]:
-                self._store.put(key, arrays[key])
+            for key, value in arrays.items():
+                if key not in stored:
+                    self._store.put(key, value)

@@ -64,6 +64,10 @@ class ChunkStore:
         differ = differences(self._settings, stored, "the folder has")
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
+    def keys(self) -> set[str]:
+        """Return the keys of all stored chunks."""
+        return {path.stem for path in self.folder.glob("*.safetensors")}
+
     def put(self, key: str, arrays: Arrays) -> None:
         """Write a chunk's file, and replace any earlier file with the same key."""
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
