@@ -67,8 +67,9 @@ class Job:
             for difference in differences(other, first, "process 0 has")
         ]
         InputError.raise_if(reasons, "all processes must run the same job")
-        opens = folder is not None and self._rank == 0
-        stores = gathered(lambda: ChunkStore(folder, first) if opens else None)
+        stores = gathered(
+            lambda: ChunkStore(folder, first) if folder is not None and self._rank == 0 else None
+        )
         self._store = stores[self._rank]
 
     def run(
