@@ -122,7 +122,11 @@ def test_launched_processes_make_a_group_and_only_the_first_needs_the_folder(
     def run(rank):
         os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        compute, computed = _activation_patch.SitePatches.compute, []
+        counted = lambda *args: (computed.append(args), compute(*args))[1]  # noqa: E731
+        _activation_patch.SitePatches.compute = counted
         analysed(folders[rank]).save(files[rank])
+        assert len(computed) == (3, 2)[rank]
 
     folders = tmp_path / "chunks", tmp_path / "not on this machine"
     files, errors = [[tmp_path / f"{i}.{end}" for i in range(2)] for end in ("csv", "txt")]
