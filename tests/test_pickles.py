@@ -134,7 +134,7 @@ def test_options():
 @pytest.fixture(scope="module")
 def why(english):
     some = tasks.agreement(english.tokenizer, n=8)
-    return explain(english, some[:4], held_out=some[4:], resamples=2, most_nodes=20)
+    return explain(english, some[:4], held_out=some[4:], most_nodes=20)
 
 
 def test_an_explanation_leaves_its_model_behind(english, why):
@@ -149,16 +149,17 @@ def test_an_explanation_leaves_its_model_behind(english, why):
     assert (pickled(page), pickled(page).picture) == (page, page.picture)
 
 
-def test_results_on_a_language_model(english, why):
+def test_results_on_a_language_model(english):
     keys = Contrast(
         "The keys near the cabinet", "The key near the cabinet", p.logit_diff(" are", " is")
     )
     W = torch.eye(128)
     nothing = transcoders.Transcoder(W, 0 * W, torch.zeros(128), torch.zeros(128))
     texts = ["The keys near the cabinet"]
-    graph = circuits.attribution_graph(english, keys, top=20)
+    graph, halves = circuits.attribution_graph(english, keys, top=20), circuits.Search(resamples=2)
     for result in (
         graph,
+        circuits.discover(english, tasks.agreement(english.tokenizer, n=4), search=halves),
         circuits.group_nodes(graph, english, keys),
         circuits.path_expansion(english, replace(keys, corrupted=None)).effects(),
         circuits.token_circuit(english, "L0H1", "qk").top(3),
