@@ -21,8 +21,7 @@ class Work:
             metric and mean ablation need all prompts at once.
         resume: a checkpoint folder: results are written to the folder as they are computed, and an
             interrupted computation resumes from the folder. A custom metric then needs a version
-            (see `custom`). Under `accelerate launch`, where processes share the work, the folder is
-            required.
+            (see `custom`). If several processes share the work, only the first uses the folder.
         progress: whether to show a progress bar; a string is its label.
 
     Raises:

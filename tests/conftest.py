@@ -22,8 +22,8 @@ def _no_network(monkeypatch):
     connect = socket.socket.connect
 
     def refuse(self, address):
-        # Local connections: the driver of the browser that opens pictures.
-        if isinstance(address, tuple) and address[0] in ("127.0.0.1", "::1", "localhost"):
+        # Local connections: the driver of the browser that opens pictures, and worker processes.
+        if isinstance(address, str) or address[0] in ("127.0.0.1", "::1", "localhost"):
             return connect(self, address)
         raise AssertionError(f"a test tried to connect to {address}")
 

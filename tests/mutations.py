@@ -46,6 +46,34 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "patching/job.py",
+        "if i == self._rank:",
+        "if True:",
+        "every process computes all chunks",
+        "tests/patching/test_processes.py",
+    ),
+    Mutation(
+        "patching/processes.py",
+        "InputError.raise_if(failures, _PROBLEM)",
+        "pass",
+        "processes go on without the results of one that failed",
+        "tests/patching/test_processes.py",
+    ),
+    Mutation(
+        "patching/job.py",
+        'InputError.raise_if(reasons, "all processes must run the same job")',
+        "pass",
+        "results of different jobs are mixed",
+        "tests/patching/test_processes.py",
+    ),
+    Mutation(
+        "patching/job.py",
+        "if folder is not None and self._rank == 0 else",
+        "if folder is not None else",
+        "every process needs the folder",
+        "tests/patching/test_processes.py",
+    ),
+    Mutation(
         "engine/secants.py",
         "(r_1 * r_0).square() / r * along * x",
         "(r_1 * r_0) * along * x",

@@ -17,7 +17,12 @@ PAGES = {
 PAGES["README.md"] = (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "```python" in text])
+ELSEWHERE = {"scale.md"}  # test_many_contrasts.py runs its examples, in several processes
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, text in PAGES.items() if "```python" in text and name not in ELSEWHERE]
+)
 def test_examples_of_a_page_run_with_either_transformer_lens(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(PAGES[name], name)

@@ -10,8 +10,8 @@ from packaging.utils import canonicalize_name
 tomllib = pytest.importorskip("tomllib")  # since Python 3.11
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-EXTRAS = {"hooked": ("hooked", "dev", "docs", "parquet", "viz")}
-EXTRAS["bridge"] = ("bridge", "dev", "parquet", "viz")
+EXTRAS = {"hooked": ("hooked", "dev", "docs", "dask", "parquet", "viz")}
+EXTRAS["bridge"] = ("bridge", "dev", "dask", "parquet", "viz")
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 
 

@@ -21,7 +21,7 @@ edges are lost, so such a file cannot be read back.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,9 +29,6 @@ import pandas as pd
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.names import HeadName
 from attn_only_lens.storage.atomic import AnyPath, write_text
-
-if TYPE_CHECKING:
-    from attn_only_lens.circuits.graph import CircuitGraph
 
 _ERROR, _FEATURE, _LOGIT = "mlp reconstruction error", "cross layer transcoder", "logit"
 _TYPES = {
@@ -52,11 +49,11 @@ _PROBLEM = "this graph cannot be written"
 
 def write_neuronpedia(
     path: AnyPath,
-    graph: "CircuitGraph",
+    graph: Any,
     labels: Mapping[str, str],
     groups: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write a graph to a JSON file atomically, with labels of nodes, and groups as supernodes."""
+    """Write a `CircuitGraph` to a file atomically, with labels, and groups as supernodes."""
     ids = graph.nodes["id"].tolist()
     used = [*labels, *(member for members in groups.values() for member in members)]
     if unknown := sorted({*used} - {*ids}):
@@ -100,7 +97,7 @@ def write_neuronpedia(
     write_text(path, json.dumps(content, allow_nan=False))
 
 
-def _nodes(graph: "CircuitGraph", labels: Mapping[str, str]) -> list[dict[str, Any]]:
+def _nodes(graph: Any, labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the nodes of the file, in the order of the graph's nodes."""
     frame, last = graph.nodes, max(map(len, graph.tokens)) - 1
     sizes = frame["attribution"].abs().where(frame["id"].isin(graph.heads["id"]), 0.0)

@@ -123,11 +123,6 @@ class Search:
         InputError.raise_if(reasons, "no circuit can be searched")
 
 
-def smallest_prefix(ablated: AblatedModel, order: Rows, wanted: float) -> Rows:
-    """Return the shortest sufficient prefix of the sites in the given order."""
-    return SearchRun(ablated, wanted).prefixes({"magnitude": order})[0]
-
-
 class SearchRun:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 

@@ -110,23 +110,23 @@ def patch(
                 reasons.append("got --layers and names in --sites; the names contain the layers")
     InputError.raise_if(reasons, PROBLEM)
     from attn_only_lens.patching import Sites, activation_patch
-    from attn_only_lens.patching.job import is_first
+    from attn_only_lens.patching.processes import rank_and_size
     from attn_only_lens.work import Work
 
     selection = Sites(heads, numbers, of_layers)
     loaded, contrast = prompts.run(model)
     options: dict[str, Any] = {"part": part, "direction": direction}
-    if is_first():
-        _print_estimate(loaded, contrast, selection, options, batch_size)
+    _print_estimate(loaded, contrast, selection, options, batch_size)
     work = Work(batch_size, resume=resume)
     sweep = activation_patch(loaded, contrast, sites=selection, work=work, **options)
-    if is_first():
-        sweep.save(out)
-    if is_first() and json:
+    if rank_and_size()[0] != 0:
+        return
+    sweep.save(out)
+    if json:
         from attn_only_lens.cli.json_output import patched
 
         typer.echo(patched(sweep, top, [out]).model_dump_json())
-    elif is_first():
+    else:
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
         print_frame(f"{sweep.clean_and_corrupted}\n{subtitle}", sweep.top(top))
         by_name = " --rows name" * (sweep.frame["name"].nunique() <= 100)
@@ -147,6 +147,7 @@ def _print_estimate(
     from attn_only_lens.engine.positions import OF_SWEEPS, aligned, resolve_positions
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import Sites, activation_patch
+    from attn_only_lens.patching.processes import rank_and_size
     from attn_only_lens.work import Work
 
     if not sites.kinds:
@@ -167,6 +168,8 @@ def _print_estimate(
             activation_patch(model, contrast, sites=some, work=work, **options)
             seconds[len(sample)] = time.perf_counter() - start
     (few, first), (many, second) = seconds.items()
+    if rank_and_size()[0]:
+        return
     estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)
     shown = f"{estimate / 60:.0f} minutes" if estimate > 90 else f"{estimate:.0f} seconds"
     typer.echo(

@@ -82,9 +82,6 @@ class Contrast:
     mask: Tensor | None = None
     name: str = ""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    _pairs: "WeakKeyDictionary[Any, tuple[Any, PromptPair]]" = field(
-        default_factory=WeakKeyDictionary, init=False
-    )
 
     def __post_init__(self) -> None:
         reasons: list[str] = []
@@ -114,14 +111,6 @@ class Contrast:
         elif "clean" in sizes:
             reasons += role_reasons(self.roles, sizes["clean"])
         InputError.raise_if(reasons, _PROBLEM)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: everything but the pairs that are kept for models."""
-        return {name: value for name, value in vars(self).items() if name != "_pairs"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; no pairs are kept yet."""
-        vars(self).update(state, _pairs=WeakKeyDictionary())
 
     def __len__(self) -> int:
         return _count(self.clean)
@@ -194,13 +183,14 @@ class Contrast:
         """
         require_model(model)
         reading = *_reading(model), *self._changes()
-        kept, pair = self._pairs.get(model, (None, None))
+        pairs = _pairs.setdefault(self, WeakKeyDictionary())
+        kept, pair = pairs.get(model, (None, None))
         if pair is None or kept != reading:
             sides = (self.clean,) if self.corrupted is None else (self.clean, self.corrupted)
             paired: Any = prompt_pair if len(sides) > 1 else single_prompts
             with torch.inference_mode(False):  # later analyses may need gradients
                 pair = paired(model, *sides, self.mask, roles=self.roles)
-            self._pairs[model] = reading, pair
+            pairs[model] = reading, pair
         else:  # the model may have changed
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
@@ -268,6 +258,10 @@ class Contrast:
             ('The keys', "logit_diff(' are', ' is')")
         """
         DOCUMENT.write(path, contrast=as_body(vars(self)))
+
+
+_pairs = WeakKeyDictionary[Contrast, WeakKeyDictionary[Any, tuple[Any, PromptPair]]]()
+"""The pair of each contrast and model; a contrast is copied and pickled without it."""
 
 
 def read_contrast(path: AnyPath, metric: AnyMetric | None = None) -> Contrast:

@@ -206,13 +206,13 @@ class Metric:
         return replace(metric, name=self.name) if has_own_name else metric
 
     def identity(self) -> list[Any]:
-        """Return JSON data that identifies this metric; a job resumes only with the same metric."""
+        """Return JSON data that identifies this metric, for jobs that are resumed or shared."""
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
                 "p.custom(fn, version='1'): change the version whenever fn changes"
             )
-            raise InputError([reason], "a resumed job must have the same metric")
+            raise InputError([reason], "a resumed or shared job must have the same metric")
         return [self.name, self.version, self.answers, self.source]
 
 
@@ -334,22 +334,31 @@ def _of_answers(
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{make.__name__}({', '.join(map(answers_label, rows.values()))})"
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape, device = _logits_shape(model, pair), pair.clean.device
-        tokens = answer_tokens(model, pair, rows, reference, several=several)
-        index, signs = _index_and_signs(tokens.values(), device)
-        columns, index = (None, index) if scale else index.unique(return_inverse=True)
-
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            scaled = float32_if_half(logits).squeeze(-2)
-            scaled = scaled if scale is None else scale(scaled, -1)
-            answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
-            return (answers * signs).sum(dim=-1)
-
-        return BoundMetric(name, pair.last, columns, shape, compute)
-
+    bound = partial(_bound_answers, name, rows, scale, several)  # unlike a closure, it is pickled
     return Metric(name, bound, answers=tuple(rows.values()), make=make)
+
+
+def _bound_answers(
+    name: str,
+    rows: Mapping[str, AnswerRows],
+    scale: Callable[[Tensor, int], Tensor] | None,
+    several: bool,
+    model: Any,
+    pair: PromptPair,
+    reference: Logits | None,
+) -> BoundMetric:
+    shape, device = _logits_shape(model, pair), pair.clean.device
+    tokens = answer_tokens(model, pair, rows, reference, several=several)
+    index, signs = _index_and_signs(tokens.values(), device)
+    columns, index = (None, index) if scale else index.unique(return_inverse=True)
+
+    def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+        scaled = float32_if_half(logits).squeeze(-2)
+        scaled = scaled if scale is None else scale(scaled, -1)
+        answers = scaled.gather(-1, index.expand(len(scaled), -1, -1))
+        return (answers * signs).sum(dim=-1)
+
+    return BoundMetric(name, pair.last, columns, shape, compute)
 
 
 def _index_and_signs(
@@ -380,26 +389,26 @@ def kl() -> Metric:
         >>> p.kl().needs_reference
         True
     """
+    return Metric("kl", _bound_kl, needs_reference=True, make=kl)
 
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = _logits_shape(model, pair)
-        if reference is None or tuple(reference.shape) != shape:
-            got = None if reference is None else list(reference.shape)
-            reason = f"kl: got reference {got}; expected the clean run's logits {list(shape)}"
-            raise InputError([reason], PROBLEM)
-        rows = torch.arange(len(pair.last), device=reference.device)
-        last = reference.detach()[rows, pair.last.to(reference.device)]
-        clean = float32_if_half(last).log_softmax(dim=-1)
 
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # A token with clean probability 0 contributes 0; without `where`, 0 · ∞ would give nan.
-            terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
-            return terms.sum(dim=-1)
+def _bound_kl(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+    shape = _logits_shape(model, pair)
+    if reference is None or tuple(reference.shape) != shape:
+        got = None if reference is None else list(reference.shape)
+        reason = f"kl: got reference {got}; expected the clean run's logits {list(shape)}"
+        raise InputError([reason], PROBLEM)
+    rows = torch.arange(len(pair.last), device=reference.device)
+    last = reference.detach()[rows, pair.last.to(reference.device)]
+    clean = float32_if_half(last).log_softmax(dim=-1)
 
-        return BoundMetric("kl", pair.last, None, shape, compute)
+    def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+        patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
+        # A token with clean probability 0 contributes 0; without `where`, 0 · ∞ would give nan.
+        terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
+        return terms.sum(dim=-1)
 
-    return Metric("kl", bound, needs_reference=True, make=kl)
+    return BoundMetric("kl", pair.last, None, shape, compute)
 
 
 def loss() -> Metric:
@@ -417,35 +426,35 @@ def loss() -> Metric:
         >>> p.loss()
         Metric(name='loss', needs_reference=False)
     """
+    return Metric("loss", _bound_loss, make=loss)
 
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        shape = _logits_shape(model, pair)
-        counts = pair.real[:, :-1] & pair.real[:, 1:]
-        rows, columns = counts.nonzero(as_tuple=True)
-        targets = pair.clean[:, 1:][rows, columns]
-        reasons = []
-        if not len(targets) and pair.among is None:
-            reasons.append("loss: no prompt has a second token for the first token to predict")
-        elif len(targets) and targets.max() >= shape[2]:
-            reasons.append(
-                f"loss: the prompts have token {targets.max()}, but the model has logits only for "
-                f"tokens 0 to {shape[2] - 1}"
-            )
-        InputError.raise_if(reasons, PROBLEM)
-        n_targets = counts.sum(dim=1).tolist()
 
-        def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
-            logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
-            losses = -logs[:, torch.arange(len(targets), device=targets.device), targets]
-            by_prompt = losses.split(n_targets, 1)
-            # A prompt without targets has loss 0 and weight 0.
-            means = [terms.sum(dim=-1) / max(1, terms.shape[1]) for terms in by_prompt]
-            return torch.stack(means, dim=-1)
+def _bound_loss(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+    shape = _logits_shape(model, pair)
+    counts = pair.real[:, :-1] & pair.real[:, 1:]
+    rows, columns = counts.nonzero(as_tuple=True)
+    targets = pair.clean[:, 1:][rows, columns]
+    reasons = []
+    if not len(targets) and pair.among is None:
+        reasons.append("loss: no prompt has a second token for the first token to predict")
+    elif len(targets) and targets.max() >= shape[2]:
+        reasons.append(
+            f"loss: the prompts have token {targets.max()}, but the model has logits only for "
+            f"tokens 0 to {shape[2] - 1}"
+        )
+    InputError.raise_if(reasons, PROBLEM)
+    n_targets = counts.sum(dim=1).tolist()
 
-        weights = tuple(n / max(1, len(targets)) for n in n_targets)
-        return BoundMetric("loss", None, None, shape, compute, weights)
+    def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
+        logs = float32_if_half(logits[:, rows, columns]).log_softmax(dim=-1)
+        losses = -logs[:, torch.arange(len(targets), device=targets.device), targets]
+        by_prompt = losses.split(n_targets, 1)
+        # A prompt without targets has loss 0 and weight 0.
+        means = [terms.sum(dim=-1) / max(1, terms.shape[1]) for terms in by_prompt]
+        return torch.stack(means, dim=-1)
 
-    return Metric("loss", bound, make=loss)
+    weights = tuple(n / max(1, len(targets)) for n in n_targets)
+    return BoundMetric("loss", None, None, shape, compute, weights)
 
 
 def custom(
@@ -465,8 +474,8 @@ def custom(
         fn: a function that maps logits [batch, pos, d_vocab] to one number, or to one number per
             prompt.
         name: the name in results; by default the name of `fn`.
-        version: a version, needed for `resume`, where name, version and source text identify `fn`;
-            give another version whenever `fn` changes.
+        version: a version, needed for `resume` and by several processes, where name, version and
+            source text identify `fn`; give another version whenever `fn` changes.
 
     Raises:
         InputError: `fn` cannot be called. When the metric is computed: `fn` does not return finite
@@ -493,20 +502,23 @@ def custom(
         source = inspect.getsource(fn)
     except (OSError, TypeError):
         source = None
-
-    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
-        padded = not bool(pair.real.all())
-
-        def compute(logits: Float[Tensor, "site batch pos d_vocab"], extra: int = 0) -> Tensor:
-            rows = (_without_padding(x, pair, extra) if padded else x for x in logits)
-            return torch.stack([_as_numbers(fn(x), len(x), label) for x in rows])
-
-        differ = pair.real.sum(dim=1).unique().numel() > 1
-        if differ and reference is not None and reference[pair.real].isfinite().all():
-            _require_counts_from_end(partial(compute, reference[None]), pair, label)
-        return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
-
+    bound = partial(_bound_function, fn, label)
     return Metric(label, bound, version=version, source=source, by_prompt=False)
+
+
+def _bound_function(
+    fn: Callable[..., Any], name: str, model: Any, pair: PromptPair, reference: Logits | None
+) -> BoundMetric:
+    padded = not bool(pair.real.all())
+
+    def compute(logits: Float[Tensor, "site batch pos d_vocab"], extra: int = 0) -> Tensor:
+        rows = (_without_padding(x, pair, extra) if padded else x for x in logits)
+        return torch.stack([_as_numbers(fn(x), len(x), name) for x in rows])
+
+    differ = pair.real.sum(dim=1).unique().numel() > 1
+    if differ and reference is not None and reference[pair.real].isfinite().all():
+        _require_counts_from_end(partial(compute, reference[None]), pair, name)
+    return BoundMetric(name, None, None, _logits_shape(model, pair), compute)
 
 
 def _without_padding(logits: Logits, pair: PromptPair, extra: int) -> Logits:

@@ -14,7 +14,7 @@ from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.contrast import Contrast
-from attn_only_lens.engine.tokens import joined
+from attn_only_lens.engine.tokens import joined, require_model
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 from attn_only_lens.explanation.node_descriptions import STRONGER, short_token
 from attn_only_lens.explanation.strong_sites import single_effects
@@ -98,7 +98,8 @@ class Explanation:
             `does` says it writes: raised (↑) or lowered (↓).
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
-        model: the model that was explained.
+        model: the model that was explained. It is not pickled or copied; pass your own model to
+            `dataclasses.replace(why, model=model)` to draw an explanation from another process.
         contrast: the two runs and the metric.
         strong: the share of the difference from which a site's effect counts as strong.
         unpatched: the largest estimate, as a share of the difference, of the effect of a site that
@@ -119,6 +120,10 @@ class Explanation:
     strong: float
     unpatched: float
     held_out: Evaluation | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: everything but the model."""
+        return vars(self) | {"model": None}
 
     @property
     def title(self) -> str:
@@ -259,6 +264,7 @@ class Explanation:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
                 page shows them, and names a neuron after the token at which its output is largest.
         """
+        require_model(self.model)
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:

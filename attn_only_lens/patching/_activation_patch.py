@@ -23,8 +23,9 @@ from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import PARTS, LayerSites, Part, Sites, SomeSites
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.job import Arrays, Job, require_folder
+from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.patching.processes import rank_and_size
 from attn_only_lens.patching.prompt_chunks import (
     AblatedRuns,
     PromptChunk,
@@ -114,11 +115,10 @@ def activation_patch(
     # Check
     reasons = sweep_reasons(model, contrast, part, direction) + work_reasons(work)
     InputError.raise_if(reasons, "this cannot be patched")
-    require_folder(work.resume)
 
     # Plan
     plan = plan_sweep(model, contrast, sites, part, direction, per_prompt, work)
-    chunks = plan.chunks(by_cost=work.resume is not None)
+    chunks = plan.chunks(by_cost=work.resume is not None or rank_and_size()[1] > 1)
     prompts = plan.prompt_chunks(plan.record)
     totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 

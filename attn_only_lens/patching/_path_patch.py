@@ -40,7 +40,7 @@ from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.edges import Edges
-from attn_only_lens.patching.job import Job, require_folder
+from attn_only_lens.patching.job import Job
 from attn_only_lens.patching.path_blocks import PROBLEM, receiver_groups
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
@@ -117,7 +117,6 @@ def path_patch(
     reasons += one_of(*DIRECTIONS).reasons(direction=direction)
     reasons += no_gradient_reasons() if top is not None else []
     InputError.raise_if(reasons, PROBLEM)
-    require_folder(work.resume)
 
     # Plan
     pair, metric, part = contrast.pair(model), as_metric(contrast.metric), edges.part

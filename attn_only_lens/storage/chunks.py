@@ -61,14 +61,12 @@ class ChunkStore:
             _SETTINGS_DOCUMENT.write(path, settings=self._settings)
         # Read the settings back, because another process may have written the file first.
         stored = _SETTINGS_DOCUMENT.read(path)["settings"]
-        keys = sorted(self._settings.keys() | stored.keys())
-        both = [[values.get(key, _MISSING) for values in (self._settings, stored)] for key in keys]
-        differ = [
-            f"{key}: got {_short(value)}; the folder has {_short(old)}"
-            for key, (value, old) in zip(keys, both, strict=True)
-            if value != old
-        ]
+        differ = differences(self._settings, stored, "the folder has")
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
+
+    def keys(self) -> set[str]:
+        """Return the keys of all stored chunks."""
+        return {path.stem for path in self.folder.glob("*.safetensors")}
 
     def put(self, key: str, arrays: Arrays) -> None:
         """Write a chunk's file, and replace any earlier file with the same key."""
@@ -98,6 +96,17 @@ class ChunkStore:
     def path(self, key: str) -> Path:
         """Return the path of a chunk's file."""
         return path_inside(self.folder, f"{key}.safetensors")
+
+
+def differences(settings: dict[str, Any], others: dict[str, Any], who_has: str) -> list[str]:
+    """Return an error message for each setting that has another value in `others`."""
+    keys = sorted(settings.keys() | others.keys())
+    both = [[values.get(key, _MISSING) for values in (settings, others)] for key in keys]
+    return [
+        f"{key}: got {_short(value)}; {who_has} {_short(other)}"
+        for key, (value, other) in zip(keys, both, strict=True)
+        if value != other
+    ]
 
 
 def _short(value: object) -> str:
