@@ -340,6 +340,7 @@ PATCHING = {
     "logit_diff": lambda kit: _changed(kit.attributed(p.logit_diff("w3", "w5"))),
     "loss": lambda kit: _changed(kit.attributed(p.loss())),
     "path_patch": lambda kit: _followed(kit).effect.abs().max() > 1e-3,
+    "plan": lambda kit: p.plan(kit.exposed, BATCHED, sites=["L0H1"]).seconds > 0,
     "probability": lambda kit: _changed(kit.attributed(p.probability(7))),
     "probability_diff": lambda kit: _changed(
         kit.attributed(p.probability_diff([[7, 8]] * BATCH, [["w9"]] * BATCH))

@@ -1,8 +1,7 @@
 """`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -29,11 +28,9 @@ from attn_only_lens.engine.directions import Ablation
 from attn_only_lens.errors import InputError
 
 if TYPE_CHECKING:
-    from attn_only_lens.engine.contrast import Contrast
-    from attn_only_lens.patching import Sites
+    from attn_only_lens.engine.sites import Part
 
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
-_SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
 _WORDS = ("neurons", "heads", "features", "all")
 
@@ -109,15 +106,21 @@ def patch(
             if layers is not None:
                 reasons.append("got --layers and names in --sites; the names contain the layers")
     InputError.raise_if(reasons, PROBLEM)
-    from attn_only_lens.patching import Sites, activation_patch
+    from attn_only_lens.patching import Sites, activation_patch, plan
+    from attn_only_lens.patching._activation_patch import plan_sweep
     from attn_only_lens.patching.processes import rank_and_size
     from attn_only_lens.work import Work
 
     selection = Sites(heads, numbers, of_layers)
     loaded, contrast = prompts.run(model)
     options: dict[str, Any] = {"part": part, "direction": direction}
-    _print_estimate(loaded, contrast, selection, options, batch_size)
     work = Work(batch_size, resume=resume)
+    sweep_plan = plan_sweep(loaded, contrast, selection, cast("Part", part), direction, False, work)
+    if sweep_plan.n_rows > _MANY:
+        with working("estimating the time"):  # in all processes, which patch together
+            cost = plan(loaded, contrast, sites=selection, work=work, **options)
+        if rank_and_size()[0] == 0:
+            typer.echo(repr(cost), err=True)
     sweep = activation_patch(loaded, contrast, sites=selection, work=work, **options)
     if rank_and_size()[0] != 0:
         return
@@ -134,48 +137,3 @@ def patch(
             f"{out}: {len(sweep)} rows\n"
             f"Draw it: attn-only-lens picture {out}{by_name} --out sweep.html"
         )
-
-
-def _print_estimate(
-    model: Any,
-    contrast: "Contrast",
-    sites: "Sites",
-    options: dict[str, Any],
-    batch_size: int | None,
-) -> None:
-    """If there are many patches, time a few and print an estimate of the time for all."""
-    from attn_only_lens.engine.positions import OF_SWEEPS, aligned, resolve_positions
-    from attn_only_lens.engine.sites import resolve_sites
-    from attn_only_lens.patching import Sites, activation_patch
-    from attn_only_lens.patching.processes import rank_and_size
-    from attn_only_lens.work import Work
-
-    if not sites.kinds:
-        return
-    names = [name for group in resolve_sites(model, sites) for name in group.names]
-    pair = contrast.pair(model)
-    n_positions = len(resolve_positions(pair, aligned(pair, sites.positions, others=OF_SWEEPS)))
-    n_patches = len(names) * n_positions
-    if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
-        return
-    seconds = {}
-    with working("estimating the time"):
-        for n in _SAMPLES:
-            sample = names[len(names) // 2 :][:n]  # of a middle layer, whose patches cost the mean
-            start = time.perf_counter()
-            work = Work(batch_size, progress=False)
-            some = Sites(sample, sites.positions)
-            activation_patch(model, contrast, sites=some, work=work, **options)
-            seconds[len(sample)] = time.perf_counter() - start
-    (few, first), (many, second) = seconds.items()
-    if rank_and_size()[0]:
-        return
-    estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)
-    shown = f"{estimate / 60:.0f} minutes" if estimate > 90 else f"{estimate:.0f} seconds"
-    typer.echo(
-        f"{n_patches:,} patches: {len(names):,} heads and neurons at {n_positions} positions. This "
-        f"takes about {shown}, an estimate from {many} of them.\n"
-        "Faster: `attn-only-lens explain` finds the important sites in a few passes.\n"
-        "Fewer patches: --sites, --layers and --positions.",
-        err=True,
-    )

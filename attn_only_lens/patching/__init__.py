@@ -18,6 +18,7 @@ from attn_only_lens.engine.sites import Sites
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._path_patch import path_patch
+from attn_only_lens.patching._plan import plan
 from attn_only_lens.patching.edges import Edges
 from attn_only_lens.patching.estimate import Estimate
 
@@ -35,6 +36,7 @@ __all__ = [
     "logit_diff",
     "loss",
     "path_patch",
+    "plan",
     "probability",
     "probability_diff",
     "steered",

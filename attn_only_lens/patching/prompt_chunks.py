@@ -213,7 +213,7 @@ def prompts_per_chunk(
     if asked is None:
         asked = n_prompts
         if metric.by_prompt:
-            numbers = _numbers_per_prompt(model, pair, sites, part, traced, decomposed)
+            numbers = numbers_per_prompt(model, pair, sites, part, traced, decomposed)
             asked = max(1, _numbers_that_fit(model) // numbers)
     if asked < n_prompts and not metric.by_prompt:
         raise InputError(
@@ -237,13 +237,13 @@ def _numbers_that_fit(model: Any) -> int:
     return int(_SHARE * memory / parameter.element_size())
 
 
-def _numbers_per_prompt(
+def numbers_per_prompt(
     model: Any,
     pair: PromptPair,
     sites: Sequence[LayerSites],
     part: Part,
-    traced: bool,
-    decomposed: bool,
+    traced: bool = False,
+    decomposed: bool = False,
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
