@@ -129,6 +129,7 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
         title = re.sub("<.*?>", " ", picture.layout.title.text or "").partition("  ")[0]
         figure = picture.to_html(full_html=False, default_height="100vh")
         head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
+        head += "\n<style>@media print { .modebar { display: none; } }</style>"
         text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
     else:
         reason = f"got {a_type(picture)}; expected a page or a plotly figure"

@@ -689,7 +689,7 @@
     const box = document.createDocumentFragment();
     box.append(make("p", "Click a node for its attention, tokens, and what it reads and writes. Shift-click pins "
       + "it: pinned nodes stay, and can be grouped. Arrow keys go from node to node. Drag to move, Ctrl and wheel to zoom, "
-      + "/ to search.", "note"));
+      + "/ to search.", "note controls"));
     const pins = section("pinned", `Pinned (${state.pinned.length})`), list = make("ul");
     for (const id of state.pinned) {
       const line = make("li", nameOf(index.get(id)));
@@ -864,6 +864,18 @@
     if (scene) drawNodes();
     tell();
   };
+  let onScreen = null; // the theme before printing
+  addEventListener("beforeprint", () => {
+    onScreen = state.theme;
+    state.theme = "light";
+    recolour();
+    at("paper").innerHTML = picture();
+  });
+  addEventListener("afterprint", () => {
+    state.theme = onScreen;
+    recolour();
+    at("paper").replaceChildren();
+  });
   at("theme").addEventListener("click", () => {
     state.theme = isDark() ? "light" : "dark";
     recolour();
