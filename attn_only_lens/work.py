@@ -21,7 +21,10 @@ class Work:
             metric and mean ablation need all prompts at once.
         resume: a checkpoint folder: results are written to the folder as they are computed, and an
             interrupted computation resumes from the folder. A custom metric then needs a version
-            (see `custom`). If several processes share the work, only the first uses the folder.
+            (see `custom`). If processes share the work, only the first one uses the folder.
+        share: whether the processes that torchrun or `accelerate launch` started together share the
+            work of `activation_patch`, `attribution` and `path_patch`. All of them must then make
+            the same call, and all get the whole result. By default, processes are independent.
         progress: whether to show a progress bar; a string is its label.
 
     Raises:
@@ -30,12 +33,13 @@ class Work:
     Example:
         >>> from attn_only_lens import Work
         >>> Work(batch_size=64, progress="layer 3")
-        Work(batch_size=64, prompts_at_once=None, resume=None, progress='layer 3')
+        Work(batch_size=64, prompts_at_once=None, resume=None, share=False, progress='layer 3')
     """
 
     batch_size: int | None = None
     prompts_at_once: int | None = None
     resume: str | Path | None = None
+    share: bool = False
     progress: bool | str = True
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class Work:
             reasons.append(
                 f"got {a_type(self.resume)} as resume; expected a folder's path, or None"
             )
+        if not isinstance(self.share, bool):
+            reasons.append(f"got share={self.share!r}; expected True or False")
         InputError.raise_if(reasons, _PROBLEM)
 
 
@@ -56,5 +62,5 @@ def work_reasons(work: object, *unused: str) -> list[str]:
     return [
         f"got {name}={value!r} in work; this function does not use {name}: leave it out"
         for name in unused
-        if (value := getattr(work, name)) is not None
+        if (value := getattr(work, name)) not in (None, False)
     ]

@@ -13,9 +13,8 @@ and evaluated on the same words in a third template, and on the other words.
 
 import re
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,14 +29,10 @@ from attn_only_lens.circuits.stability import share_of_sums
 
 QUIET = Work(progress=False)
 BY_ROLE = p.Sites(positions="roles")
+SMALLEST = circuits.Search()
 WANTED = 0.8
 N_FIND, N_JUDGE = 8, 24
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SMALLEST, HELD_OUT = "discover", "discover, held out"
-SEARCHES = {
-    SMALLEST: circuits.Search(),
-    HELD_OUT: circuits.Search(objective="held_out", resamples=4),
-}
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 METHODS = ("gradient", "integrated", "secant")
 _N_DRAWN = 42  # pairs from templates, before those that the model does not solve are dropped
 # Pairs that are drawn by template and word, in two templates to find, or to judge, and in a third.
@@ -143,17 +138,17 @@ def measure(
     model: Any,
     family: str,
     contrast: Contrast,
-    searches: Mapping[str, circuits.Search] = MappingProxyType(SEARCHES),
+    sizes: Sequence[int] = SIZES,
+    search: circuits.Search = SMALLEST,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each circuit: its arm and size, and what it keeps on which pairs."""
     find, judge = contrast[:N_FIND], contrast[N_FIND:]
-    how: dict[str, Any] = {"sites": BY_ROLE, "faithfulness": WANTED, "work": QUIET}
-    by_search, seconds = dict[str, Any](), dict[str, float]()
-    for arm, search in searches.items():
-        started = time.process_time()
-        by_search[arm] = circuits.discover(model, find, search=search, **how)
-        seconds[arm] = time.process_time() - started
-    how = {"sites": BY_ROLE, "direction": "noise", "work": QUIET}
+    started = time.process_time()
+    circuit = circuits.discover(
+        *(model, find), sites=BY_ROLE, faithfulness=WANTED, search=search, work=QUIET
+    )
+    seconds = time.process_time() - started
+    how: dict[str, Any] = {"sites": BY_ROLE, "direction": "noise", "work": QUIET}
     rankings = {
         method: p.attribution(model, find, method=p.Estimate(method, budget=0), **how)
         for method in METHODS
@@ -166,13 +161,12 @@ def measure(
         for some in (find, judge)
     )
     chosen: dict[tuple[str, int], np.ndarray] = {
-        (arm, len(circuit)): np.flatnonzero(circuit.contains(frame))
-        for arm, circuit in by_search.items()
+        ("discover", len(circuit)): np.flatnonzero(circuit.contains(frame))
     }
     for method, ranking in rankings.items():
         for order in ("magnitude", "signed"):
             rows = here.ranked(ranking, order)
-            for size in sorted({*SIZES, *map(len, by_search.values())}):
+            for size in sorted({*sizes, len(circuit)}):
                 chosen[f"{method}, {order}", size] = rows[:size]
     for pairs_of, ablated in (("found on", here), ("held out", there)):
         left = ablated.by_prompt(list(chosen.values()))
@@ -182,7 +176,7 @@ def measure(
         for (arm, size), (faithful, standard_error), error in measures:
             row = {"faithfulness": faithful, "standard error": standard_error, "error": error}
             names = {"family": family, "arm": arm, "size": size, "pairs": pairs_of}
-            cost = {"seconds": seconds[arm]} if arm in seconds else {}
+            cost = {"seconds": seconds} if arm == "discover" else {}
             yield names | {"n_pairs": len(whole), "n_sites": len(frame)} | row | cost
 
 
@@ -237,18 +231,17 @@ def run(setting: Setting) -> Tables:
 # ---- the page
 
 
-def circuits_of(frame: pd.DataFrame, arm: str, measured: str) -> pd.DataFrame:
-    """Return a row for each family: what a search's circuit and the best rankings have.
+def circuits_of(frame: pd.DataFrame, measured: str) -> pd.DataFrame:
+    """Return a row for each family: what `discover`'s circuit and the best rankings have.
 
     Args:
         frame: all rows.
-        arm: a search of `SEARCHES`.
         measured: "held out" or "found on".
     """
     rows = list[list[str]]()
     for family, some in frame[frame["pairs"] == measured].groupby("family", sort=False):
-        (ours,) = some[some["arm"] == arm].to_dict("records")
-        rankings = some[~some["arm"].isin([*SEARCHES])]
+        (ours,) = some[some["arm"] == "discover"].to_dict("records")
+        rankings = some[some["arm"] != "discover"]
         of_this_size = rankings[rankings["size"] == ours["size"]]
         as_good = rankings[rankings["error"] <= ours["error"]]
         best = of_this_size.loc[of_this_size["error"].idxmin()]
@@ -257,7 +250,7 @@ def circuits_of(frame: pd.DataFrame, arm: str, measured: str) -> pd.DataFrame:
         cells.append("–" if smallest is None else f"{_said(smallest)}, {smallest['arm']}")
         rows.append([str(family), f"{ours['n_pairs']}", *cells])
     of_rankings = ["best ranking of this size", "smallest ranking with this error or less"]
-    return pd.DataFrame(rows, columns=["family", "pairs", arm, *of_rankings])
+    return pd.DataFrame(rows, columns=["family", "pairs", "discover", *of_rankings])
 
 
 def _said(row: "Mapping[Hashable, Any] | pd.Series[Any]") -> str:
@@ -267,9 +260,8 @@ def _said(row: "Mapping[Hashable, Any] | pd.Series[Any]") -> str:
 
 def curve(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the least error on held-out pairs at each size over all rankings, by family."""
-    rows = frame[(frame["pairs"] == "held out") & frame["size"].isin(SIZES)]
-    rows = rows[~rows["arm"].isin([*SEARCHES])]
-    least = rows.groupby(["family", "size"], sort=False)["error"].min()
+    rows = frame[(frame["pairs"] == "held out") & (np.log2(frame["size"]) % 1 == 0)]
+    least = rows[rows["arm"] != "discover"].groupby(["family", "size"], sort=False)["error"].min()
     return least.unstack().map("{:.2f}".format).reset_index()
 
 
@@ -280,11 +272,10 @@ def figure(frame: pd.DataFrame) -> Figure:
     panels = np.atleast_1d(picture.subplots(1, len(families), sharey=True))
     for panel, family in zip(panels, families, strict=True):
         rows = frame[(frame["family"] == family) & (frame["pairs"] == "held out")]
-        arms = [x for x in rows["arm"].unique() if x not in SEARCHES]
-        styles = {x: f"C{number // 2}{('-', '--')[number % 2]}" for number, x in enumerate(arms)}
-        styles |= {SMALLEST: "ko", HELD_OUT: "k*"}
-        for arm, style in styles.items():
-            some = rows[rows["arm"] == arm].sort_values("size")
+        for number, (arm, some) in enumerate(rows.groupby("arm", sort=False)):
+            some = some.sort_values("size")
+            style = f"C{(number - 1) // 2}{('--', '-')[number % 2]}"  # the first is discover's
+            style = "ko" if arm == "discover" else style
             panel.plot(some["size"], some["error"].clip(0, 1.5), style, label=arm, markersize=5)
         panel.axhline(1 - WANTED, color="grey", linewidth=0.5)
         panel.set(title=family, xscale="log", xlabel="sites")
@@ -296,11 +287,6 @@ def figure(frame: pd.DataFrame) -> Figure:
         fontsize="small",
     )
     return picture
-
-
-def _list(parts: Iterable[str]) -> str:
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def by_words(frame: pd.DataFrame) -> pd.DataFrame:
@@ -317,12 +303,10 @@ def by_words(frame: pd.DataFrame) -> pd.DataFrame:
 def facts(tables: Tables) -> dict[str, Any]:
     """Return the names that the page uses."""
     frame = tables[""]
-    seconds = frame.groupby("arm")["seconds"]
+    ours = frame[frame["arm"] == "discover"]
     held_out = frame[frame["pairs"] == "held out"]
-    held, by_halves = (
-        held_out[held_out["arm"] == arm].set_index("family") for arm in (SMALLEST, HELD_OUT)
-    )
-    rankings = held_out[~held_out["arm"].isin([*SEARCHES])].assign(
+    held = held_out[held_out["arm"] == "discover"].set_index("family")
+    rankings = held_out[held_out["arm"] != "discover"].assign(
         ours=lambda rows: rows["family"].map(held["error"]),
         as_large=lambda rows: rows["size"] == rows["family"].map(held["size"]),
     )
@@ -335,10 +319,6 @@ def facts(tables: Tables) -> dict[str, Any]:
         for pairs in ("the same words in another template", "other words in the same templates")
     )
     at_512 = rankings[rankings["size"] == 512].groupby("family")["error"].min().drop("number")
-    kept = list(by_halves.itertuples())
-    as_large = rankings[rankings["size"] == rankings["family"].map(by_halves["size"])]
-    least = as_large.groupby("family")["error"].min()
-    as_good_as_halves = least.index[least <= by_halves["error"].reindex(least.index)]
     return {
         "circuits_of": partial(circuits_of, frame),
         "curve": curve(frame),
@@ -350,9 +330,7 @@ def facts(tables: Tables) -> dict[str, Any]:
         "by_words": by_words(tables["words"]),
         "same_words": f"{same.min():.2f} to {same.max():.2f}",
         "other_words": f"{other.min():.2f} to {other.max():.2f}",
-        "chosen": _list(f"{r.size:,} sites for {r.Index} ({r.faithfulness:.2f})" for r in kept),
-        "n_as_good": len(as_good_as_halves),
-        "seconds": {arm: f"{x.min():.0f} to {x.max():.0f}" for arm, x in seconds},
+        "seconds": ours["seconds"],
         "n_sites": frame["n_sites"],
         "wanted": WANTED,
     }

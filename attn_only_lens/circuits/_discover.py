@@ -51,6 +51,7 @@ from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "no circuit can be searched"
+_HALF = "these prompts, a random half of all, cannot be searched; choose another seed or prompts"
 _ALL = slice(None)
 Ranking: TypeAlias = Method | Literal["patching"] | Estimate
 """How sites are ranked: by estimates, or by exact patches."""
@@ -111,7 +112,7 @@ def discover(
         reasons += one_of(*METHODS, MEASURED).reasons(method=method)
     if not isinstance(search, Search):
         reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")
-    reasons += work_reasons(work, "batch_size")
+    reasons += work_reasons(work, "batch_size", "share")
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, sites = contrast.pair(model), as_metric(contrast.metric), Sites.of(sites)
     n_prompts, resamples = len(pair.clean), search.resamples
@@ -158,7 +159,12 @@ def discover(
 
         @lru_cache(maxsize=2)  # the halves of a split follow each other
         def ablated_half(half: tuple[int, ...]) -> AblatedModel:
-            return ablated_with(pair.of_prompts(half, cut=False))
+            ablated = ablated_with(pair.of_prompts(half, cut=False))
+            reasons = list[str]()
+            with InputError.collected(reasons):
+                _ = ablated.span  # the metric must change
+            InputError.raise_if([f"prompts {list(half)}: {x}" for x in reasons], _HALF)
+            return ablated
 
         def ablate(half: Half) -> AblatedModel:
             return ablated_half(tuple(half.tolist()))
@@ -290,8 +296,7 @@ class _Finder:
 
     def proposals(self, prompts: Half | slice, ablated: AblatedModel) -> dict[Proposal, Rows]:
         """Return circuits of many sizes, which are found on these prompts; see `held_out.py`."""
-        help_by_prompt = self.effects[:, prompts] * ablated.helps(self.ranking)
-        proposals = prefixes(ablated, help_by_prompt, self._has_slopes)
+        proposals = self._prefixes(prompts, ablated)
         rows, _ = self.smallest(ablated, prompts, short=True)
         return proposals if len(rows) == ablated.n_sites else {SEARCH: rows} | proposals
 
@@ -301,9 +306,13 @@ class _Finder:
         """Return the rows of one proposal for all prompts, and the evaluated circuits."""
         if proposal == SEARCH:
             return self.smallest(ablated)
-        search, rows = SearchRun(ablated, self.wanted), self.proposals(_ALL, ablated)[proposal]
+        search, rows = SearchRun(ablated, self.wanted), self._prefixes(_ALL, ablated)[proposal]
         search.measure([proposal[0]], [rows])
         return rows, search.tried
+
+    def _prefixes(self, prompts: Half | slice, ablated: AblatedModel) -> dict[Proposal, Rows]:
+        help_by_prompt = self.effects[:, prompts] * ablated.helps(self.ranking)
+        return prefixes(ablated, help_by_prompt, self._has_slopes)
 
     @property
     def _has_slopes(self) -> bool:

@@ -103,7 +103,7 @@ def evaluate(
         True
     """
     reasons = no_circuit_reasons(circuit) + contrast_reasons(contrast)
-    reasons += work_reasons(work, "batch_size", "resume")
+    reasons += work_reasons(work, "batch_size", "resume", "share")
     InputError.raise_if(reasons, _PROBLEM)
     pair = contrast.pair(model)
     sites, rows = members(model, pair, circuit, _PROBLEM)

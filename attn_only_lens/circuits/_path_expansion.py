@@ -124,7 +124,7 @@ class PathExpansion:
                 have different lengths.
         """
         reasons, model = POSITIVE.reasons(k=k), self._run.model
-        reasons += work_reasons(work, "prompts_at_once", "resume")
+        reasons += work_reasons(work, "prompts_at_once", "resume", "share")
         InputError.raise_if(reasons + length_reasons(self._pair, only_columns=True), _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
             bound = self._bound()

@@ -103,7 +103,8 @@ class Circuit:
         wanted: the requested faithfulness; None if the number of sites was requested.
         tried: one row per evaluated circuit, in order. Columns: the `step` of the search
             ("magnitude", "signed", "start", "worth", "pruning", "prefix"), `n_sites`,
-            `faithfulness`.
+            `faithfulness`. If a circuit is a prefix that was chosen by its held-out error, only
+            this prefix; see `Stability.by_size`.
         ablation: how all other sites are ablated.
         method: the method of the ranking.
         metric: the metric's name.

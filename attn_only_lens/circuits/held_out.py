@@ -8,18 +8,16 @@ every proposal is evaluated on the prompts that its half leaves out:
     magnitude   prefixes of the sites, ranked by the mean over prompts of |effect|
     signed      prefixes of the sites, ranked by the mean effect; sites that help come first
     tilted      prefixes of the sites, ranked by the first score plus half of the second
-    worth       prefixes of the sites, ranked by the mean of what they add to four circuits of
+    worth       prefixes of the sites, ranked by the mean of what they add to up to four circuits of
                 different sizes (`AblatedModel.worth`)
 
 The mean of |effect| counts effects that cancel over these prompts: on other prompts, they may not
-cancel. A proposal's error is the larger one of its errors on the half and on the
-prompts that the half leaves out: a prefix by signed effect, for instance, overshoots on its own
-prompts. The chosen proposal is the smallest one whose error is at most 1 - wanted. If there is
-none, it is the smallest one whose error is not larger than the least error by more than the
-standard error of their difference over prompts (the one-standard-error rule of Breiman et al.,
-"Classification and Regression Trees", 1984). The same proposal for all prompts is the circuit. On
-new prompts, its error is a little larger than the chosen proposal's error, which is the best of
-many.
+cancel. The longest prefix contains all sites, and has no error. The chosen proposal is the smallest
+one that is sufficient both on the prompts of its half and on those that the half leaves out: its
+error and |1 - f| are at most 1 - wanted. (A short prefix of the signed ranking, for instance, may
+have too high a metric on the prompts that ranked it.) Of several such proposals of this size, it is
+the one with the least error. The circuit is then made in the same way from all prompts. On new
+prompts, its error is a little larger than the chosen proposal's error, which is the best of many.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +35,6 @@ from attn_only_lens.circuits.stability import Half, share_of_sums
 _PER_DOUBLING = 2  # the number of prefix sizes from k to 2k
 _SMALLEST = 8
 _TILT = 0.5
-_LARGEST = 0.25  # the largest prefix, as a share of all sites
 _STARTS = 0, 64, 512, 4096  # sizes of the circuits to which a site's worth is measured
 Proposal: TypeAlias = tuple[Step, int]
 """A way to rank sites, and the size of the prefix; 0 for `SEARCH`."""
@@ -61,9 +58,9 @@ def prefixes(
         starts = (order[:number] for number in _STARTS if number < len(order))
         scores["worth"] = np.mean([ablated.worth(circuit) for circuit in starts], axis=0)
     orders = {step: np.argsort(-score, kind="stable") for step, score in scores.items()}
-    most = max(1, round(_LARGEST * ablated.n_sites))
-    exponents = np.arange(np.log2(_SMALLEST), np.log2(max(most, _SMALLEST)), 1 / _PER_DOUBLING)
-    sizes = np.unique([*(2**exponents).round().astype(int).clip(max=most), most]).tolist()
+    n_sites = ablated.n_sites
+    exponents = np.arange(np.log2(_SMALLEST), np.log2(max(n_sites, _SMALLEST)), 1 / _PER_DOUBLING)
+    sizes = np.unique([*(2**exponents).round().astype(int).clip(max=n_sites), n_sites]).tolist()
     return {(name, size): order[:size] for name, order in orders.items() for size in sizes}
 
 
@@ -100,32 +97,36 @@ def choose(
         pd.concat(frames).groupby(level=["order", "size", "prompt"]).mean()
         for frames in (inside, outside)
     ]
-    rows, misses = list[dict[str, Any]](), list[Floats]()
+    rows = list[dict[str, Any]]()
     for name in in_all:
-        on_half, held_out = (frame.loc[name] for frame in by_prompt)
-        own_error, _ = share_of_sums(on_half["miss"], abs(on_half["span"]), weights[on_half.index])
-        scale, here = abs(held_out["span"]), weights[held_out.index]
-        error, standard_error = share_of_sums(held_out["miss"], scale, here)
-        misses.append(held_out["miss"].to_numpy())
+        (own_f, own_error, _), (f, error, standard_error) = (
+            _measures(frame.loc[name], weights) for frame in by_prompt
+        )
         row = {
             "order": name[0],
             "n_sites": float(np.mean([len(proposed[name]) for proposed in proposals])),
-            "faithfulness": share_of_sums(held_out["kept"], held_out["span"], here)[0],
+            "faithfulness": f,
             "error": error,
             "standard_error": standard_error,
+            "own_faithfulness": own_f,
             "own_error": own_error,
         }
         rows.append(row)
     by_size = pd.DataFrame(rows)
-    errors = by_size[["error", "own_error"]].max(axis=1)
-    holds = errors <= 1 - wanted
-    if not holds.any():
-        least = int(errors.argmin())
-        worse = (share_of_sums(miss - misses[least], scale, here) for miss in misses)
-        close = np.array([difference <= error for difference, error in worse])
-        holds = close & (by_size["own_error"] <= errors[least])
-    name = in_all[int(by_size["n_sites"].where(holds).argmin())]
+    misses = abs(1 - by_size[["faithfulness", "own_faithfulness"]])
+    worst = pd.concat([misses, by_size[["error", "own_error"]]], axis=1).max(axis=1)
+    enough = by_size.assign(worst=worst)[worst <= 1 - wanted]
+    name = in_all[int(enough.sort_values(["n_sites", "worst"], kind="stable").index[0])]
     return name, [proposed[name] for proposed in proposals], by_size
+
+
+def _measures(
+    frame: pd.DataFrame, weights: Float[np.ndarray, "prompt"]
+) -> tuple[float, float, float]:
+    """Return the faithfulness, the error and its standard error of what a circuit keeps."""
+    here = weights[frame.index]
+    faithfulness, _ = share_of_sums(frame["kept"], frame["span"], here)
+    return faithfulness, *share_of_sums(frame["miss"], abs(frame["span"]), here)
 
 
 def _evaluated(

@@ -69,9 +69,9 @@ class Search:
         ablation: how sites outside the circuit are ablated: "zero", "mean", "positional_mean" or
             "resample".
         objective: "smallest" for a small circuit whose error on these prompts is at most
-            1 - faithfulness; "held_out" for a small circuit with such an error on prompts that were
-            not used to find it, or with nearly the least error there (`circuits/held_out.py`). This
-            needs several pairs and `resamples`.
+            1 - faithfulness; "held_out" for a small circuit that has such an error also on prompts
+            that were not used to find it (`circuits/held_out.py`). It can contain a large part of
+            all sites, and needs four pairs or more, and `resamples`.
         order: None to search and prune. "magnitude" or "signed" returns the shortest sufficient
             prefix of the sites in this order of effects; "signed" puts sites that help the clean
             run first.

@@ -58,7 +58,8 @@ class Stability:
             on held-out prompts (`Search.objective`); otherwise None. Columns: the `order` of the
             sites ("search", "magnitude", "tilted", "signed", "worth"); `n_sites`, for "search" a
             mean over halves; on held-out prompts, `faithfulness`, `error` and the error's
-            `standard_error` over prompts; and `own_error`, the error on the half itself.
+            `standard_error` over prompts; and on the half itself, `own_faithfulness` and
+            `own_error`.
     """
 
     sites: pd.DataFrame

@@ -108,21 +108,22 @@ def patch(
     InputError.raise_if(reasons, PROBLEM)
     from attn_only_lens.patching import Sites, activation_patch, plan
     from attn_only_lens.patching._activation_patch import plan_sweep
-    from attn_only_lens.patching.processes import rank_and_size
+    from attn_only_lens.patching.processes import Processes
     from attn_only_lens.work import Work
 
     selection = Sites(heads, numbers, of_layers)
     loaded, contrast = prompts.run(model)
     options: dict[str, Any] = {"part": part, "direction": direction}
-    work = Work(batch_size, resume=resume)
+    work = Work(batch_size, resume=resume, share=True)
+    is_first = Processes.of(share=True).rank == 0
     sweep_plan = plan_sweep(loaded, contrast, selection, cast("Part", part), direction, False, work)
     if sweep_plan.n_rows > _MANY:
         with working("estimating the time"):  # in all processes, which patch together
             cost = plan(loaded, contrast, sites=selection, work=work, **options)
-        if rank_and_size()[0] == 0:
+        if is_first:
             typer.echo(repr(cost), err=True)
     sweep = activation_patch(loaded, contrast, sites=selection, work=work, **options)
-    if rank_and_size()[0] != 0:
+    if not is_first:
         return
     sweep.save(out)
     if json:

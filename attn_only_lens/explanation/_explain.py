@@ -96,7 +96,7 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size")
+    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size", "share")
     reasons += POSITIVE.reasons(most_nodes=most_nodes) + SHARE.reasons(strong=strong)
     if not isinstance(search, Search):
         reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")

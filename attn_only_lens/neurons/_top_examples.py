@@ -161,7 +161,7 @@ def _look_up(
     reasons = [*_site_reasons(sites, kinds), *whole_head_reasons(selected)]
     reasons += reasons_not_to_run(model)
     reasons += one_of(*get_args(By)).reasons(by=by) + POSITIVE.reasons(k=k)
-    reasons += work_reasons(work, "prompts_at_once")
+    reasons += work_reasons(work, "prompts_at_once", "share")
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")

@@ -25,7 +25,7 @@ from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.processes import rank_and_size
+from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.prompt_chunks import (
     AblatedRuns,
     PromptChunk,
@@ -118,12 +118,13 @@ def activation_patch(
 
     # Plan
     plan = plan_sweep(model, contrast, sites, part, direction, per_prompt, work)
-    chunks = plan.chunks(by_cost=work.resume is not None or rank_and_size()[1] > 1)
+    processes = Processes.of(work.share)
+    chunks = plan.chunks(by_cost=work.resume is not None or processes.size > 1)
     prompts = plan.prompt_chunks(plan.record)
     totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
     # Run
-    job = Job(work.resume, plan.settings, work.progress)
+    job = Job(work.resume, plan.settings, work.progress, processes)
     patches = SitePatches(plan, prompts, totals, work.batch_size, job.advance)
     for chunk, arrays in job.run(chunks, patches.compute, unit="site"):
         totals.add(chunk, torch.from_numpy(arrays["kept"]))

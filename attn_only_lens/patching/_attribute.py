@@ -14,6 +14,7 @@ from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.patching.estimator import Estimator, TracedRuns
 from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.over_prompts import OverPrompts
+from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.prompt_chunks import PromptChunks
 from attn_only_lens.patching.repairs import Budget, expected_pearson
 from attn_only_lens.patching.results import Sweep
@@ -46,7 +47,8 @@ def attribute(
         # Run
         settings = options.settings()
         shown = work.progress if len(chunks) > 1 else False
-        job = Job(work.resume, lambda: plan.settings() | settings, shown)
+        processes = Processes.of(work.share)
+        job = Job(work.resume, lambda: plan.settings() | settings, shown, processes)
         compute = partial(_estimate_chunk, estimator, prompts, totals)
         exact, sums = np.ones(plan.n_rows, dtype=bool), dict[str, Any]()
         before_switch = ~exact

@@ -43,6 +43,7 @@ from attn_only_lens.patching.edges import Edges
 from attn_only_lens.patching.job import Job
 from attn_only_lens.patching.path_blocks import PROBLEM, receiver_groups
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
+from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Paths
 from attn_only_lens.patching.site_groups import Chunk, site_groups
@@ -132,7 +133,12 @@ def path_patch(
 
         # Run
         settings = {"top": top, "per_prompt": bool(per_prompt)}
-        job = Job(work.resume, lambda: plan.settings() | settings, work.progress)
+        job = Job(
+            work.resume,
+            lambda: plan.settings() | settings,
+            work.progress,
+            Processes.of(work.share),
+        )
         patches.on_done = job.advance
         paths, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
         chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]

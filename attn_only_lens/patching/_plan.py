@@ -1,7 +1,7 @@
 """Estimate what a sweep costs, from a few timed patches, before it is run."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def plan(
     names = [name for of_layer in sweep.sites for name in of_layer.names]
     how: dict[str, Any] = {"part": part, "direction": direction}
     asked = Sites.of(sites)
-    few = Work(work.batch_size, work.prompts_at_once, progress=False)
+    few = replace(work, resume=None, progress=False)
 
     def seconds_for(some: SomeSites) -> float:
         start = time.perf_counter()

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.processes import gathered, rank_and_size
+from attn_only_lens.patching.processes import Processes
 from attn_only_lens.patching.site_groups import Chunk
 from attn_only_lens.storage.chunks import ChunkStore, differences
 
@@ -37,6 +37,7 @@ class Job:
         settings: a function that returns everything that the arrays depend on; it is called only
             if there is a folder, or several processes.
         progress: whether to show progress bars; a string is their label.
+        processes: the processes that share the work.
 
     Raises:
         InputError: the folder belongs to another job, or the processes have different settings.
@@ -54,20 +55,22 @@ class Job:
         folder: str | Path | None,
         settings: Callable[[], dict[str, Any]],
         progress: bool | str,
+        processes: Processes = Processes(),
     ) -> None:
-        self._rank, self._n_processes = rank_and_size()
+        self._gathered, self._rank = processes.gathered, processes.rank
+        self._n_processes = processes.size
         self._label = progress if isinstance(progress, str) else None
         self._hidden = not progress or self._rank > 0
         self._bar: Any = None
         needed = folder is not None or self._n_processes > 1
-        first, *others = gathered(lambda: settings() if needed else {})
+        first, *others = self._gathered(lambda: settings() if needed else {})
         reasons = [
             f"process {rank}: {difference}"
             for rank, other in enumerate(others, 1)
             for difference in differences(other, first, "process 0 has")
         ]
         InputError.raise_if(reasons, "all processes must run the same job")
-        stores = gathered(
+        stores = self._gathered(
             lambda: ChunkStore(folder, first) if folder is not None and self._rank == 0 else None
         )
         self._store = stores[self._rank]
@@ -77,14 +80,14 @@ class Job:
     ) -> Iterator[tuple[Chunk, Arrays]]:
         """Yield each chunk and its arrays, in order; `unit` is what the progress bar counts."""
         total, hidden, n = sum(chunk.size for chunk in chunks), self._hidden, self._n_processes
-        stored, *_ = gathered(lambda: self._store.keys() if self._store else set[str]())
+        stored, *_ = self._gathered(lambda: self._store.keys() if self._store else set[str]())
         with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
             done = 0
             for start in range(0, len(chunks), n):
                 some = chunks[start : start + n]
-                shares = gathered(partial(self._share, some, stored, compute))
+                shares = self._gathered(partial(self._share, some, stored, compute))
                 arrays = {key: value for share in shares for key, value in share.items()}
-                gathered(partial(self._keep, arrays, stored))
+                self._gathered(partial(self._keep, arrays, stored))
                 done += sum(chunk.size for chunk in some)
                 self._bar.update(done - self._bar.n)
                 for chunk in some:

@@ -22,7 +22,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching.over_prompts import OverPrompts
-from attn_only_lens.patching.processes import rank_and_size
+from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.work import Work
 
@@ -233,7 +233,7 @@ def _numbers_that_fit(model: Any) -> int:
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
     else:
-        memory = psutil.virtual_memory().total // rank_and_size()[1]
+        memory = psutil.virtual_memory().total // n_launched()
     return int(_SHARE * memory / parameter.element_size())
 
 

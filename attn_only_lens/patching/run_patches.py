@@ -30,7 +30,7 @@ from attn_only_lens.engine.recording import Recording
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.sites import SHARED_PARTS, Part, hook_name
 from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS
-from attn_only_lens.patching.processes import rank_and_size
+from attn_only_lens.patching.processes import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
@@ -110,7 +110,7 @@ def _numbers_that_fit(model: Any, numbers_per_token: int) -> int:
     if any(device.type == "cuda" for device in devices):
         return fits
     # Processes that share the work share the memory, too.
-    return min(_CPU_TOKENS * numbers_per_token, fits // rank_and_size()[1])
+    return min(_CPU_TOKENS * numbers_per_token, fits // n_launched())
 
 
 @dataclass(eq=False)

@@ -96,7 +96,7 @@ def fidelity(
     with attach(model, transcoders):  # raises an error for misfits before any run
         pass
     reasons = hook_reasons(model, "would change some of the runs") + mode_reasons(model)
-    InputError.raise_if(reasons + work_reasons(work, "batch_size", "resume"), _PROBLEM)
+    InputError.raise_if(reasons + work_reasons(work, "batch_size", "resume", "share"), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
         raise InputError(["got no text with two or more tokens"], _PROBLEM)

@@ -34,11 +34,11 @@ def analysed():
     prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
     sites, several = p.Sites(positions=-1), [x.repeat(3, 1) for x in prompts]
 
-    def analyse(folder=None, *, analysis="sweep", metric=METRIC):
+    def analyse(folder=None, *, analysis="sweep", metric=METRIC, share=True):
         if analysis == "sweep":
-            work = Work(batch_size=64, resume=folder)
+            work = Work(batch_size=64, resume=folder, share=share)
             return p.activation_patch(model, Contrast(*prompts, metric), sites=sites, work=work)
-        work = Work(prompts_at_once=1, resume=folder)
+        work = Work(prompts_at_once=1, resume=folder, share=share)
         if analysis == "attribution":
             return p.attribution(model, Contrast(*several, metric), sites=sites, work=work)
         edges = p.Edges(p.Sites("heads"), "neurons", part="z")
@@ -122,6 +122,7 @@ def test_launched_processes_make_a_group_and_only_the_first_needs_the_folder(
     def run(rank):
         os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun and `accelerate launch` set it
         compute, computed = _activation_patch.SitePatches.compute, []
         counted = lambda *args: (computed.append(args), compute(*args))[1]  # noqa: E731
         _activation_patch.SitePatches.compute = counted
@@ -246,3 +247,18 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
     for frame in (*frames, load(file).frame):
         pd.testing.assert_frame_equal(frame, expected, check_exact=True)
     assert len(list(folder.iterdir())) == 6  # the settings and five chunks
+
+
+def test_processes_are_independent_unless_they_share(analysed, expected, tmp_path, monkeypatch):
+    """Without `share`, no process waits for another, whatever started them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")  # RANK and an address are missing, and so is torchrun
+    pd.testing.assert_frame_equal(analysed(tmp_path / "1").frame, expected, check_exact=True)
+
+    def alone():
+        os.environ |= {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
+        analysed(tmp_path / "2", share=False).save(tmp_path / "frame.csv")
+
+    errors = tmp_path / "errors.txt"
+    assert exit_code(forked(alone, errors)) == 0, errors.read_text()
+    saved = load(tmp_path / "frame.csv").frame
+    pd.testing.assert_frame_equal(saved, expected, check_exact=True)

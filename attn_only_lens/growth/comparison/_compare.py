@@ -240,7 +240,7 @@ def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
 
 def _require_valid(compared: Sequence[Any], provenance: object, work: Work) -> None:
     """Raise ComparisonError for unused options, and for models that do not match."""
-    reasons = work_reasons(work, "batch_size", "prompts_at_once", "resume")
+    reasons = work_reasons(work, "batch_size", "prompts_at_once", "resume", "share")
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
