@@ -149,12 +149,14 @@ class CircuitGraph:
             path: the file.
             format: "attn_only_lens", which `load` reads back exactly; or "neuronpedia", for the
                 viewers of Neuronpedia and circuit-tracer (`circuits/neuronpedia.py`).
-            labels: for Neuronpedia, a label for each of some node ids, such as `why.labels`.
+            labels: for Neuronpedia, labels by node id, such as `why.labels`; labels of sites that
+                are no nodes of this graph are not used, and the metric's label is its name.
             groups: for Neuronpedia, node ids by the name of a group: its supernodes.
 
         Raises:
             CheckpointError: the file cannot be written.
-            InputError: labels or groups are given for another format, or have unknown ids.
+            InputError: labels or groups are given for another format, are of the wrong type, or a
+                group has an unknown node.
 
         Example:
             >>> import tempfile, torch

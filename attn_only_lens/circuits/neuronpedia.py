@@ -14,8 +14,8 @@ of transcoders, errors, embeddings of tokens, and logits. Ours are written as
 
 Edges of several kinds between two nodes are added. The weights of the links into a node add up to
 its attribution, as in the graph. `influence` is the share of Σ |attribution| that a node and all
-larger nodes have, by which the viewers prune. Values in the corrupted run, patterns and kinds of
-edges are lost, so such a file cannot be read back.
+larger nodes have, by which the viewers prune. The file has no values of the corrupted run, no
+patterns and no kinds of edges, so it cannot be read back.
 """
 
 import json
@@ -55,10 +55,7 @@ def write_neuronpedia(
 ) -> None:
     """Write a `CircuitGraph` to a file atomically, with labels, and groups as supernodes."""
     ids = graph.nodes["id"].tolist()
-    used = [*labels, *(member for members in groups.values() for member in members)]
-    if unknown := sorted({*used} - {*ids}):
-        expected = f"expected nodes of the graph, such as {ids[0]!r}"
-        raise InputError([f"got {unknown[:5]} in labels or groups; {expected}"], _PROBLEM)
+    InputError.raise_if(_reasons(ids, labels, groups), _PROBLEM)
     nodes = dict(zip(ids, _nodes(graph, labels), strict=True))
     edges = graph.edges[graph.edges["kind"].isin(graph.additive_kinds)]
     sums = edges.groupby(["source", "target"], sort=False, observed=True)["weight"].sum()
@@ -115,8 +112,9 @@ def _nodes(graph: Any, labels: Mapping[str, str]) -> list[dict[str, Any]]:
             layer, index = str(int(row["layer"])), HeadName.parse(row["name"]).index
         number = _number(kind, index)
         label = labels.get(row["id"], row["id"])
-        if kind == "metric":  # the viewers read the probability from the label
-            label = f'Output "{graph.metric} {graph.value:.3g}" (p=1.000)'
+        if kind == "metric":  # the viewers read the name and the probability from the label
+            name = graph.metric.replace('"', "'").replace("(p=", "(p =")
+            label = f'Output "{name} {graph.value:.3g}" (p=1.000)'
         node = {
             "node_id": f"{layer}_{number}_{pos}",
             "feature": _cantor(int(layer), index) if kind == "feature" else number,
@@ -134,6 +132,25 @@ def _nodes(graph: Any, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         }
         nodes.append(node)
     return nodes
+
+
+def _reasons(ids: list[str], labels: object, groups: object) -> list[str]:
+    """Return a message for each wrong label and group."""
+    reasons = list[str]()
+    if not isinstance(labels, Mapping) or not all(
+        isinstance(text, str) for pair in labels.items() for text in pair
+    ):
+        reasons.append("got wrong labels; expected {node id: text}, such as `why.labels`")
+    if not isinstance(groups, Mapping) or not all(
+        isinstance(name, str) and isinstance(members, Sequence) and not isinstance(members, str)
+        for name, members in groups.items()
+    ):
+        return [*reasons, 'got wrong groups; expected {"a name": [node ids]}']
+    members = {str(member) for members in groups.values() for member in members}
+    if unknown := sorted(members - {*ids}):
+        expected = f"expected nodes of the graph, such as {ids[0]!r}"
+        reasons.append(f"got {unknown[:5]} in groups; {expected}")
+    return reasons
 
 
 def _number(kind: str, index: int) -> int:

@@ -66,7 +66,7 @@ def explain(
     save_circuit: SaveCircuit = None,
     held_out: Annotated[
         int,
-        option("the number of pairs, the last ones, that test the circuit and do not find it"),
+        option("the number of pairs, the last ones, that are used only to test the circuit"),
         COUNT,
     ] = 0,
     faithfulness: Faithfulness = 0.9,
@@ -89,8 +89,8 @@ def explain(
     objective: Annotated[
         Literal["smallest", "held_out"],
         option(
-            "whether the circuit is small for these prompts, or small and good on prompts that did "
-            "not find it (needs --resamples 4)"
+            "smallest: a small circuit for these prompts; held_out: a small circuit that also has "
+            "a small error on prompts that were not used to find it (needs --resamples, such as 4)"
         ),
     ] = "smallest",
     resume: Resume = None,

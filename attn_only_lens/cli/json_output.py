@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from attn_only_lens.engine.directions import ABLATIONS
 from attn_only_lens.patching.columns import site_ids
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class _Output(BaseModel):
     """An object that a command prints."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     version: Literal[1] = 1
 
@@ -39,9 +40,9 @@ class Patched(BaseModel):
     id: str
     """The site, such as "L3H3@5"; "@all" if all positions are patched together."""
     score: float | None
-    """0 for the unpatched value of the run that is patched into, 1 for the other run's value."""
+    """0 for the corrupted run's metric (for an ablation, a metric of 0), 1 for the clean run's."""
     effect: float | None
-    """The score minus the score without a patch."""
+    """The score minus the score without a patch, which is 0 for denoise and 1 otherwise."""
 
 
 class Explained(BaseModel):
@@ -100,6 +101,9 @@ class ExplainOutput(_Output):
     corrupted_value: float | None
     circuit: CircuitSize
     held_out: Kept | None
+    """On the pairs that --held-out sets aside."""
+    on_other_halves: float | None
+    """What circuits for random halves of the prompts keep on the other halves (--resamples)."""
     sites: list[Explained]
     """All sites of the circuit's graph, and all other strong sites."""
     files: list[str]
@@ -115,6 +119,7 @@ class PatchOutput(_Output):
     direction: str
     clean_value: float | None
     corrupted_value: float | None
+    """Null for an ablation, which has no corrupted run."""
     n_sites: int
     sites: list[Patched]
     """The --top sites with the largest |effect|; the file has all sites."""
@@ -139,7 +144,7 @@ AnyOutput = ExplainOutput | PatchOutput | EvaluateOutput
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of the three objects."""
-    return TypeAdapter(AnyOutput).json_schema()
+    return TypeAdapter(AnyOutput).json_schema(mode="serialization")
 
 
 def explained(why: "Explanation", files: Iterable[Path | None]) -> ExplainOutput:
@@ -152,6 +157,7 @@ def explained(why: "Explanation", files: Iterable[Path | None]) -> ExplainOutput
         corrupted_value=_finite(why.attribution.corrupted_value),
         circuit=_circuit(why.circuit),
         held_out=None if why.held_out is None else _kept(why.held_out),
+        on_other_halves=why.on_other_halves,
         sites=[Explained(**row) for row in _records(why.table())],
         files=[str(file) for file in files if file is not None],
     )
@@ -164,7 +170,7 @@ def patched(sweep: "Sweep", top: int, files: Iterable[Path]) -> PatchOutput:
         part=sweep.part,
         direction=str(sweep.direction),
         clean_value=_finite(sweep.clean_value),
-        corrupted_value=_finite(sweep.corrupted_value),
+        corrupted_value=None if sweep.direction in ABLATIONS else _finite(sweep.corrupted_value),
         n_sites=len(sweep),
         sites=_patched(sweep, top),
         files=[str(file) for file in files],

@@ -58,7 +58,7 @@ OutPage = Annotated[
 ]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
 Json = Annotated[
-    bool, option("print one JSON object; docs/json.schema.json describes it", OUTPUT, "--json")
+    bool, option("print one JSON object, which docs/json.schema.json describes", OUTPUT, "--json")
 ]
 Metric = Annotated[str, option(f"one of {', '.join(CHOICES['metric'])}", PROMPTS)]
 Faithfulness = Annotated[float, option("share of the effect that the circuit must keep"), SHARE]

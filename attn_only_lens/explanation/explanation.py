@@ -143,7 +143,7 @@ class Explanation:
             error = f" ± {held_out.standard_error:.0%}" * (held_out.standard_error >= 0)
             pairs = f"{held_out.n_prompts} held-out pair{'s' * (held_out.n_prompts > 1)}"
             return f"{title}; {_percent(held_out.faithfulness)}{error} on {pairs}"
-        if (resampled := self._resampled) is not None:
+        if (resampled := self.on_other_halves) is not None:
             return f"{title}; {_percent(resampled)} on held-out halves of them"
         return f"{title}; {'found on one pair, ' * (n == 1)}not tested on other pairs"
 
@@ -155,7 +155,7 @@ class Explanation:
         return float(edges.loc[direct, "weight"].sum())
 
     @property
-    def _resampled(self) -> float | None:
+    def on_other_halves(self) -> float | None:
         """What circuits for half of the prompts keep on the other half, if there are any."""
         stability = self.circuit.stability
         return None if stability is None else float(stability.held_out["mean"]["faithfulness"])
@@ -163,7 +163,7 @@ class Explanation:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the prompts, and about circuits that fail on other prompts."""
-        resampled, warnings = self._resampled, answer_warnings(self.answers, self.shown)
+        resampled, warnings = self.on_other_halves, answer_warnings(self.answers, self.shown)
         least = _HELD_OUT * self.circuit.faithfulness
         if resampled is not None and resampled < least:
             warnings.append(

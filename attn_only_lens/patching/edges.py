@@ -15,9 +15,9 @@ class Edges:
     Attributes:
         senders: the heads whose outputs are replaced, and the positions at which they are; see
             `Sites`.
-        receivers: the heads that read the change, at every position or, as in `L5N7@3` or with
-            `Sites.positions`, only at some; "logits"; or a list of names, which may include
-            "logits". A receiver's position is where its output z changes: the query's position.
+        receivers: the heads that read the change; "logits"; or a list of names, which may include
+            "logits". Heads read at every position; with a name such as `L5N7@3`, or with
+            `Sites.positions`, only there. A receiver's position is where its output z changes: the query's position.
         part: the receiver inputs that change: "q"; "k"; "value" (a neuron's gate stays fixed);
             "pattern", queries and keys; or "z", all inputs, which is the whole direct effect. A
             neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -128,6 +129,11 @@ def test_nodes_links_labels_and_groups_are_those_of_the_graph(graph, tmp_path):
     assert ids[file.qParams.clickedId] == "metric"
     assert file.metadata.prompt == "<s>The keys near the cabinet"
     assert "(p=" in by_id["metric"].clerp  # circuit-tracer's viewer splits the label here
+    odd = replace(graph, metric="logit_diff(\"'s\", ' is') (p=3)").prune(top=5)
+    file, ids = saved(odd, tmp_path / "odd.json", labels=labels | {heads[-1]: "not a node"})
+    (label,) = (node.clerp for node in file.nodes if node.feature_type == "logit")
+    assert label.count('"') == 2
+    assert label.split("(p=")[1:] == ["1.000)"]
 
 
 def test_graphs_by_role_of_one_run_and_with_features_are_written(model, tmp_path):
@@ -152,7 +158,11 @@ def test_wrong_options_write_nothing_and_such_files_are_not_read(graph, tmp_path
     for options, reason in (
         ({"format": "gexf"}, "got format='gexf'"),
         ({"labels": {"L0N1@1": "x"}}, "with format='attn_only_lens'; expected 'neuronpedia'"),
-        ({"format": "neuronpedia", "groups": {"x": ["L9N1@1"]}}, r"got \['L9N1@1'\] in labels"),
+        ({"format": "neuronpedia", "groups": {"x": ["L9N1@1"]}}, r"got \['L9N1@1'\] in groups"),
+        ({"format": "neuronpedia", "groups": {"x": "L3H3@5"}}, "got wrong groups; expected"),
+        ({"format": "neuronpedia", "groups": [1]}, "got wrong groups; expected"),
+        ({"format": "neuronpedia", "labels": None}, "got wrong labels; expected"),
+        ({"format": "neuronpedia", "labels": {"L3H3@5": 3}}, "got wrong labels; expected"),
     ):
         with pytest.raises(InputError, match=reason):
             graph.save(path, **options)
