@@ -17,7 +17,8 @@ class Edges:
             `Sites`.
         receivers: the heads that read the change; "logits"; or a list of names, which may include
             "logits". Heads read at every position; with a name such as `L5N7@3`, or with
-            `Sites.positions`, only there. A receiver's position is where its output z changes: the query's position.
+            `Sites.positions`, only there. A receiver's position is where its output z changes: the
+            query's position.
         part: the receiver inputs that change: "q"; "k"; "value" (a neuron's gate stays fixed);
             "pattern", queries and keys; or "z", all inputs, which is the whole direct effect. A
             neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,
