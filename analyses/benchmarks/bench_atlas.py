@@ -102,7 +102,7 @@ def measure(
         for what, both in zip(("forward", "whole"), counts, strict=True)
         for name, count in zip(names, both, strict=True)
     }
-    frame.attrs["has quadrants"] = any("++" in states for states in summary.examples)
+    frame.attrs["has quadrants"] = any("++" in states for states in summary.examples.values())
     return frame
 
 

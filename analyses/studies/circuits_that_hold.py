@@ -262,7 +262,7 @@ def curve(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the least error on held-out pairs at each size over all rankings, by family."""
     rows = frame[(frame["pairs"] == "held out") & (np.log2(frame["size"]) % 1 == 0)]
     least = rows[rows["arm"] != "discover"].groupby(["family", "size"], sort=False)["error"].min()
-    return least.unstack().map("{:.2f}".format).reset_index()
+    return least.unstack().map("{:.2f}".format, na_action="ignore").fillna("").reset_index()
 
 
 def figure(frame: pd.DataFrame) -> Figure:

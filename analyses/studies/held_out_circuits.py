@@ -54,6 +54,8 @@ def facts(tables: Tables) -> dict[str, Any]:
     as_large = rankings[rankings["size"] == rankings["family"].map(ours["size"])]
     least = as_large.groupby("family")["error"].min()
     as_good = [family for family in ours.index if least[family] <= ours["error"][family]]
+    shares = (ours["size"] / ours["n_sites"])[1:]
+    shares = shares if len(shares) else ours["size"] / ours["n_sites"]  # in a trial
     return {
         "circuits_of": partial(circuits_of, frame),
         "curve": curve(frame),
@@ -61,6 +63,7 @@ def facts(tables: Tables) -> dict[str, Any]:
             f"{row.Index} keeps {row.faithfulness:.2f} with {row.size:,} sites"
             for row in ours.itertuples()
         ),
+        "shares": f"{shares.min():.0%} to {shares.max():.0%}",
         "n_families": len(ours),
         "n_as_good": len(as_good),
         "n_sites": frame["n_sites"],

@@ -19,7 +19,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.neurons.accumulate import no_counts, no_examples
 from attn_only_lens.neurons.summary import _NUMBERS, _WINDOWS
-from attn_only_lens.patching.prompt_chunks import _numbers_per_prompt
+from attn_only_lens.patching.prompt_chunks import numbers_per_prompt
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
@@ -143,7 +143,7 @@ def test_what_fits_memory_is_counted_as_the_package_does():
             ("value", True, True),
         ):
             counted = shape.numbers_per_token(7, traced=traced, decomposed=decomposed)
-            numbers = _numbers_per_prompt(model, pair, sites, part, traced, decomposed)
+            numbers = numbers_per_prompt(model, pair, sites, part, traced, decomposed)
             assert numbers == 7 * counted
     # A neuron's examples at both ends, with windows of 12 + 1 + 6 tokens, and its histograms.
     kinds = _NUMBERS["neuron"], _WINDOWS["neuron"]
