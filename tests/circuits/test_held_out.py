@@ -201,3 +201,46 @@ def test_a_circuit_of_all_sites_always_holds(model, task):
     circuit = circuits.discover(model, task, sites=sites, faithfulness=1.0, search=search)
     assert len(circuit) == circuit.n_sites > 0
     assert circuit.faithfulness == pytest.approx(1.0, abs=1e-5)
+
+
+HALVES = [(np.array([0, 1]), np.array([2, 3])), (np.array([2, 3]), np.array([0, 1]))]
+
+
+@pytest.mark.parametrize(
+    ("adds", "proposals", "expected"),
+    [
+        pytest.param(  # the first keeps 1 on held-out prompts, but 2 and 0 on its own
+            [[1, 1, -1, 0, 0], [1, -1, 1, 0, 0], [1, 0, 0, 1, -1], [1, 0, 0, -1, 1]],
+            [
+                {("signed", 2): [0, 1], ("signed", 3): [0, 1, 2], ("signed", 5): range(5)},
+                {("signed", 2): [0, 3], ("signed", 3): [0, 3, 4], ("signed", 5): range(5)},
+            ],
+            ("signed", 3),
+            id="too much and too little on its own prompts",
+        ),
+        pytest.param(
+            [[0.85, 0.1, 0.05]] * 4,
+            [{("magnitude", 2): [0, 2], ("tilted", 2): [0, 1], ("tilted", 3): range(3)}] * 2,
+            ("tilted", 2),
+            id="two of one size",
+        ),
+        pytest.param(  # the first has an error of .05, but keeps nothing of the mean
+            [[0.9, 0.1], [-0.9, 0.0]] * 2,
+            [{("signed", 1): [0], ("signed", 2): [0, 1]}] * 2,
+            ("signed", 2),
+            id="prompts in opposite directions",
+        ),
+    ],
+)
+def test_a_chosen_proposal_is_good_in_every_way(adds, proposals, expected):
+    adds = np.array(adds, dtype=float)
+    by_half = {
+        tuple(half): {name: np.array(rows) for name, rows in some.items()}
+        for (half, _), some in zip(HALVES, proposals, strict=True)
+    }
+    name, _, _ = choose(
+        lambda half, ablated: by_half[tuple(half)],
+        lambda half: Additive(adds[half]),
+        *(HALVES, np.full(4, 0.25), 0.8),
+    )
+    assert name == expected
