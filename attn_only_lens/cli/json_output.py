@@ -3,15 +3,13 @@
 Each command prints one JSON object to standard output; progress and warnings go to standard error.
 `docs/json.schema.json` is the JSON schema of the three objects, which `schema` returns. `version`
 changes whenever a key is removed or changes its meaning; new keys may be added. Numbers that are
-not finite are null.
+not finite are null: pydantic writes them so.
 """
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from attn_only_lens.engine.directions import ABLATIONS
@@ -153,12 +151,12 @@ def explained(why: "Explanation", files: Iterable[Path | None]) -> ExplainOutput
         title=why.title,
         warnings=why.warnings,
         metric=why.attribution.metric,
-        clean_value=_finite(why.attribution.clean_value),
-        corrupted_value=_finite(why.attribution.corrupted_value),
+        clean_value=why.attribution.clean_value,
+        corrupted_value=why.attribution.corrupted_value,
         circuit=_circuit(why.circuit),
-        held_out=None if why.held_out is None else _kept(why.held_out),
+        held_out=None if why.held_out is None else Kept(**vars(why.held_out)),
         on_other_halves=why.on_other_halves,
-        sites=[Explained(**row) for row in _records(why.table())],
+        sites=[Explained.model_validate(row) for row in why.table().to_dict("records")],
         files=[str(file) for file in files if file is not None],
     )
 
@@ -169,8 +167,8 @@ def patched(sweep: "Sweep", top: int, files: Iterable[Path]) -> PatchOutput:
         metric=sweep.metric,
         part=sweep.part,
         direction=str(sweep.direction),
-        clean_value=_finite(sweep.clean_value),
-        corrupted_value=None if sweep.direction in ABLATIONS else _finite(sweep.corrupted_value),
+        clean_value=sweep.clean_value,
+        corrupted_value=None if sweep.direction in ABLATIONS else sweep.corrupted_value,
         n_sites=len(sweep),
         sites=_patched(sweep, top),
         files=[str(file) for file in files],
@@ -182,7 +180,7 @@ def evaluated(circuit: "Circuit", kept: "Evaluation", alone: "Sweep") -> Evaluat
     return EvaluateOutput(
         metric=alone.metric,
         circuit=_circuit(circuit),
-        kept=_kept(kept),
+        kept=Kept(**vars(kept)),
         sites=_patched(alone, max(1, len(alone))),
     )
 
@@ -193,7 +191,7 @@ def _patched(sweep: "Sweep", top: int) -> list[Patched]:
     ids = site_ids(frame)
     effects = frame["score"] - sweep.baseline
     return [
-        Patched(id=site, score=_finite(score), effect=_finite(effect))
+        Patched(id=site, score=score, effect=effect)
         for site, score, effect in zip(ids, frame["score"], effects, strict=True)
     ]
 
@@ -202,24 +200,6 @@ def _circuit(circuit: "Circuit") -> CircuitSize:
     return CircuitSize(
         n_sites=len(circuit),
         n_candidates=circuit.n_sites,
-        faithfulness=_finite(circuit.faithfulness),
-        completeness=_finite(circuit.completeness),
+        faithfulness=circuit.faithfulness,
+        completeness=circuit.completeness,
     )
-
-
-def _kept(evaluation: "Evaluation") -> Kept:
-    values: dict[str, Any] = {
-        name: _finite(value) if isinstance(value, float) else value
-        for name, value in vars(evaluation).items()
-    }
-    return Kept(**values)
-
-
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a frame's rows, with None for missing numbers."""
-    plain = frame.astype(object).where(frame.notna(), None)
-    return [{str(key): value for key, value in row.items()} for row in plain.to_dict("records")]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
