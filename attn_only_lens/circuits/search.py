@@ -8,17 +8,19 @@ effects of sites can cancel. Bisection over k may therefore miss the shortest su
 search has three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
-               with ratio √√2. The grid is refined where f becomes sufficient or crosses 1 (for
+               with ratio √2. The grid is refined where f becomes sufficient or crosses 1 (for
                several prompts, if their f are close to each other there). Prefixes of more than
                512 sites are tried only if the next step finds no circuit.
     worth      Sites are ranked again by what they add to the current circuit, to first order
-               (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
-               without a smaller circuit. If no short prefix suffices, it starts from the prefix
-               with the smallest error, and adds and removes some sites until the error is small.
+               (`AblatedModel.worth`), averaged with earlier rounds. Prefixes of about its size are
+               tried. The step ends after two rounds without a circuit that is 5 % smaller. If no
+               short prefix suffices, it starts from the prefix with the smallest error, and adds
+               and removes some sites until the error is small.
     pruning    From a circuit of more than 64 sites, as many as possible of those that add least to
                it are removed, again and again. Then the circuit is evaluated without each chunk of
-               sites, and as many chunks as possible are removed together. If none can be, chunks
-               are halved, down to single sites.
+               sites, and as many chunks as possible are removed together. If more than a tenth of
+               the circuit can be removed, the second step follows again. Otherwise, chunks are made
+               smaller, down to single sites.
 
 If another circuit of at most 128 sites is given as a start, the second step starts from it, and the
 first step is only taken if the second finds no circuit. At the end, the search evaluates every
@@ -40,16 +42,26 @@ from attn_only_lens.circuits.ablated_model import ABLATIONS, ORDERS, AblatedMode
 from attn_only_lens.circuits.ablated_points import Rows, digest
 from attn_only_lens.errors import InputError
 
-_PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
+_PER_DOUBLING = 2  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 32  # the number of prefix sizes that are evaluated as one batch, small sizes first
-_IDLE_ROUNDS = 2
+_IDLE_ROUNDS, _SMALLER = 2, 0.95  # a round is idle if its circuit is not so much smaller
 _ROUNDS = 8  # rounds that lower the error of a circuit that does not suffice
 _STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes, for small circuits
-_LEAST = 16  # a round ranks prefixes of up to this size, or twice the circuit's
+# A round tries these sizes, relative to a circuit's. One pass runs them all, and costs little more
+# than a pass for one of them.
+_MUCH_LESS, _MORE_THAN = (
+    (0.25, 0.35, 0.45, 0.55, 0.65),
+    (1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.65, 2.0),
+)
+_LITTLE_LESS = (0.7, 0.75, 0.8, 0.84, 0.87, 0.9, 0.92, 0.94, 0.96, 0.97, 0.98, 0.99, 1.0)
+_RELATIVE = np.array([*_MUCH_LESS, *_LITTLE_LESS, *_MORE_THAN])
+_ALL_SIZES, _LEAST, _MORE = 23, 16, 8  # near smaller circuits, every size is tried, up to these
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices
 _AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
-_SMALL, _LARGE = 64, 128  # circuits between these sizes are pruned in chunks, then site by site
+_SMALL, _LARGE = 64, 128  # from larger circuits, sites that add least, or chunks, are removed first
+_CHUNKS = 32  # the number of chunks of a large circuit
+_MANY = 0.1  # the share of a circuit whose removal calls for another ranking
 _REMOVALS = 12  # how many numbers of sites or chunks are removed together
 Step: TypeAlias = Literal[
     "magnitude", "signed", "start", "worth", "pruning", "prefix", "tilted", "search"
@@ -164,21 +176,15 @@ class SearchRun:
             circuit = self.rank_again(circuit) if rank_again else circuit
         if len(circuit) == self._ablated.n_sites > _SHORT:  # no short prefix suffices
             circuit = min(self.prefixes(orders), key=len)
-        circuit = self.prune(self.without_worthless(circuit) if rank_again else circuit)
+        circuit = self.shrink(circuit) if rank_again else self.prune(circuit)
         if self._near is not None:
             return circuit
         shorter = self.shorter_prefix(orders.values(), circuit)
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
-    def prefixes(
-        self, orders: Mapping[Step, Rows], longest: int | None = None, near: int | None = None
-    ) -> list[Rows]:
-        """Return each ranking's shortest sufficient prefix, or all sites if no prefix suffices.
-
-        With `near`, sizes near this one are tried first.
-        """
-        near = self._near if near is None else near
-        searches = {step: self._search(order, longest, near) for step, order in orders.items()}
+    def prefixes(self, orders: Mapping[Step, Rows], longest: int | None = None) -> list[Rows]:
+        """Return each ranking's shortest sufficient prefix, or all sites if no prefix suffices."""
+        searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[Step, Rows] = {}
         least = np.inf
@@ -198,14 +204,14 @@ class SearchRun:
                     del asked[step]
         return [prefixes[step] for step in orders]
 
-    def _search(self, order: Rows, longest: int | None, near: int | None) -> _Questions:
+    def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
         # The prefix sizes to try do not depend on the number of sites. So the search finds the same
         # prefix after growth adds sites without an effect, which are ranked last.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
-        if near is not None:
+        if (near := self._near) is not None:
             few = sizes[(sizes * _AROUND >= near) & (sizes <= _AROUND * near)]
             size = yield from self._first(order, 0, (0.0, 0.0), few)
             if size is not None:
@@ -245,16 +251,21 @@ class SearchRun:
 
     def rank_again(self, circuit: Rows) -> Rows:
         """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
-        best, every, worth, idle = circuit, self._ablated.n_sites, None, 0
+        best, every, worth, idle = circuit, np.arange(self._ablated.n_sites), None, 0
         while idle < _IDLE_ROUNDS:
-            start = circuit if len(circuit) < every else self._closest
+            start = circuit if len(circuit) < len(every) else self._closest
             new = self._ablated.worth(start)
             worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
-            (circuit,) = self.prefixes({"worth": order}, max(2 * len(start), _LEAST), len(start))
-            if len(circuit) == len(best) == every:
-                circuit = self.lower_error(self._closest)
-            best, idle = (circuit, 0) if len(circuit) < len(best) else (best, idle + 1)
+            prefixes = [order[:size] for size in _sizes_around(len(start), len(every))]
+            circuit = self._smallest_sufficient("worth", every, prefixes)
+            if len(circuit) == len(every):
+                _, errors = self.measure(["worth"] * len(prefixes), prefixes)
+                self._closest = prefixes[int(errors.argmin())]
+                if len(best) == len(every):
+                    circuit = self.lower_error(self._closest)
+            idle = 0 if len(circuit) < _SMALLER * len(best) else idle + 1
+            best = min(best, circuit, key=len)
         return best
 
     def lower_error(self, circuit: Rows) -> Rows:
@@ -283,13 +294,26 @@ class SearchRun:
             circuit = changed[int(errors.argmin())]
         return every
 
+    def shrink(self, circuit: Rows) -> Rows:
+        """Remove sites, and rank again after the removal of many; return a pruned circuit."""
+        while True:
+            circuit = self.without_worthless(circuit)
+            n_chunks = len(circuit) if len(circuit) <= _LARGE else _CHUNKS
+            fewer, _ = self._without_chunks(circuit, np.array_split(circuit, n_chunks))
+            if len(fewer) >= (1 - _MANY) * len(circuit):
+                return self.prune(fewer)
+            circuit = self.rank_again(fewer)
+
     def without_worthless(self, circuit: Rows) -> Rows:
-        """Remove the sites that add least, many at a time, while the circuit is large."""
+        """Remove the sites that add least, many at a time, while the circuit is large.
+
+        These are sites that make the circuit worse, or whose removal changes it least.
+        """
         while len(circuit) > _SMALL:
             worth = self._ablated.worth(circuit)[circuit]
-            best_first = circuit[np.argsort(-worth, kind="stable")]
+            orders = [circuit[np.argsort(-x, kind="stable")] for x in (worth, abs(worth))]
             numbers = np.unique(np.geomspace(1, len(circuit) - 1, _REMOVALS).round().astype(int))
-            fewer = [best_first[:-number] for number in numbers]
+            fewer = [best_first[:-number] for best_first in orders for number in numbers]
             smaller = self._smallest_sufficient("pruning", circuit, fewer)
             if len(smaller) == len(circuit):
                 break
@@ -298,15 +322,15 @@ class SearchRun:
 
     def prune(self, circuit: Rows) -> Rows:
         """Remove chunks of sites, down to single sites, while the circuit remains sufficient."""
-        n_chunks = 16 if len(circuit) > _SMALL else len(circuit)
+        n_chunks = _CHUNKS
         while True:
             finest, n_before = min(len(circuit), _LARGE), len(circuit)
-            n_chunks = min(n_chunks, finest)
+            n_chunks = finest if len(circuit) <= _LARGE else n_chunks
             chunks = np.array_split(circuit, n_chunks)
             while chunks:  # then those that could have gone, too
                 circuit, chunks = self._without_chunks(circuit, chunks)
             if n_chunks < finest:
-                n_chunks *= 2
+                n_chunks = finest
             elif len(circuit) == n_before:
                 return circuit
 
@@ -377,3 +401,11 @@ class SearchRun:
     def _suffices(self, error: float, size: int) -> bool:
         # The circuit of all sites has no error up to rounding, so it always suffices.
         return size == self._ablated.n_sites or (size > 0 and error <= 1 - self._wanted)
+
+
+def _sizes_around(size: int, most: int) -> list[int]:
+    """Return sizes to try: many of a little less than `size`, fewer of much less or more."""
+    sizes = np.arange(1, max(_LEAST, size + _MORE) + 1)
+    if size > _ALL_SIZES:
+        sizes = np.unique((size * _RELATIVE).round().astype(int))
+    return [int(x) for x in sizes[sizes <= most]]
