@@ -159,7 +159,8 @@ class SecantSteps(Steps):
             for point in module.modules()
             if isinstance(point, HookPoint) and point is not getattr(module, "hook_in", None)
         }
-        inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
+        by_name = self._host.model.hook_dict
+        inside = {name: points.get(by_name.get(name)) for name, _ in hooks}
         # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in recorded.items()})
         norm_hooks = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint, LensHandle
 from transformers.cache_utils import Cache, DynamicLayer
 
 from attn_only_lens.arguments import a_type
@@ -413,11 +414,27 @@ def run(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
-    named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # Without hooks, skip `model.hooks`: on a bridge, it takes as long as a short forward pass.
-    with model.hooks(fwd_hooks=named) if named else nullcontext():
+    with _hooked(model, hooks) if hooks else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
+
+
+@contextmanager
+def _hooked(model: Any, hooks: Hooks) -> Iterator[None]:
+    """Context manager that adds hooks for runs in the current thread.
+
+    `model.hooks` takes as long as a short forward pass on a bridge, where it collects all aliases.
+    """
+    points, added = model.hook_dict, list[tuple[HookPoint, LensHandle]]()
+    try:
+        for name, hook in hooks:
+            points[name].add_hook(of_this_thread(hook))
+            added.append((points[name], points[name].fwd_hooks[-1]))
+        yield
+    finally:
+        for point, handle in added:
+            handle.hook.remove()
+            point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
