@@ -266,8 +266,12 @@ class Repairer:
         """
         kinds, goal = list(self._of_kind), least
         while kinds:
-            self._patch(self._rows_to_patch(goal, kinds))
-            if self._check_top(most) and factor > 1:
+            # One pass for both costs less than two: many rows need little more time than one.
+            rows, (top, _) = self._rows_to_patch(goal, kinds), self._top_rows(most)
+            room = most - self._spent - self._cost[top].sum()
+            rows = rows[~np.isin(rows, top) & (self._cost[rows].cumsum() <= room)]
+            self._patch(np.concatenate([top, rows]))
+            if (self._is_wrong(top) | self._check_top(most)) and factor > 1:
                 most, factor = factor * most, 1.0
                 self._check_top(most)
             if goal >= most:
@@ -286,21 +290,30 @@ class Repairer:
         """
         is_wrong = False
         while True:
-            changes = self._values - self._unpatched
-            effects = (changes if self._per_prompt else self._mean(changes)[:, None]).numpy()
-            top = np.argsort(-np.abs(effects), axis=None, kind="stable")[:TOP]
-            rows = np.array(list(dict.fromkeys(top // effects.shape[1])), dtype=np.int64)
-            rows = rows[~self._exact[rows] & np.isfinite(self._cost[rows])]
-            total = self._cost[rows].cumsum()
-            is_short = len(rows) > 0
-            rows = rows[: int(np.searchsorted(total, most - self._spent, side="right"))]
+            rows, is_short = self._top_rows(most)
             if not len(rows):
                 return is_wrong or is_short
             self._patch(rows)
-            unpatched = float(self._mean(self._unpatched[None])[0])
-            is_wrong |= bool(
-                ((self._estimates[rows] - unpatched) * (self._scores[rows] - unpatched) < 0).any()
-            )
+            is_wrong |= self._is_wrong(rows)
+
+    def _top_rows(self, most: float) -> tuple[_Rows, bool]:
+        """Return the unpatched rows that `Sweep.top` shows, within the limit, and if there are any.
+
+        The limit is `most` forward passes.
+        """
+        changes = self._values - self._unpatched
+        effects = (changes if self._per_prompt else self._mean(changes)[:, None]).numpy()
+        top = np.argsort(-np.abs(effects), axis=None, kind="stable")[:TOP]
+        rows = np.array(list(dict.fromkeys(top // effects.shape[1])), dtype=np.int64)
+        rows = rows[~self._exact[rows] & np.isfinite(self._cost[rows])]
+        n = int(np.searchsorted(self._cost[rows].cumsum(), most - self._spent, side="right"))
+        return rows[:n], len(rows) > 0
+
+    def _is_wrong(self, rows: _Rows) -> bool:
+        """Return whether the effect of a patched row has another sign than its estimate."""
+        unpatched = float(self._mean(self._unpatched[None])[0])
+        estimates, exact = self._estimates[rows] - unpatched, self._scores[rows] - unpatched
+        return bool((estimates * exact < 0).any())
 
     def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_], target: float) -> bool:
         """Return True if the correlation for this kind of head is too low and could be improved."""
