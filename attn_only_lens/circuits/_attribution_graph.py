@@ -224,16 +224,27 @@ def _node_ids(
 
 def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDArray[np.int64]:
     """Return the row indices of the nodes with these ids; raise an error for an unknown id."""
-    heads = [
-        [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_heads)] for x in linear.sublayers
-    ]
-    nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
-    rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
-    unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
+    first, firsts = 0, dict[tuple[int, str], tuple[int, int]]()
+    for x in linear.sublayers:
+        firsts[x.layer, x.kind] = first, x.n_heads
+        first += len(places) * x.n_heads
+
+    def row(site: str) -> int:
+        name, _, place = site.partition("@")
+        try:
+            head = HeadName.parse(name)
+        except InputError:
+            return -1
+        start, n_heads = firsts.get((head.layer, head.kind), (0, 0))
+        known = place in places and head.index < n_heads and str(head) == name
+        return start + places.index(place) * n_heads + head.index if known else -1
+
+    rows = np.array([row(site) for site in wanted], dtype=np.int64)
+    unknown = [site for site, number in zip(wanted, rows, strict=True) if number < 0]
     reasons = [
-        f"got the site {name!r}; expected a head or neuron at one of the places {places}, such as "
+        f"got the site {site!r}; expected a head or neuron at one of the places {places}, such as "
         f"'L0N0@{places[-1]}'"
-        for name in unknown[:5]
+        for site in unknown[:5]
     ]
     InputError.raise_if(reasons, _PROBLEM)
     return np.sort(rows)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.devices import free_bytes
-from attn_only_lens.engine.model_state import snapshot
+from attn_only_lens.engine.model_state import once, snapshot
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import host_of
 from attn_only_lens.precision import matmul_precision
@@ -60,7 +60,8 @@ def keep_runs(model: Any, pair: PromptPair, runs: Any, held: str = "") -> None:
 def _state(model: Any) -> object:
     """Return a description of all that a forward pass reads; equal descriptions give equal runs."""
     autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
-    return snapshot(model), _matrices(model), matmul_precision(), autocast
+    matrices = once(model, "matrices", lambda: _matrices(model))
+    return snapshot(model), matrices, matmul_precision(), autocast
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -114,7 +114,9 @@ _VALUES = int, float, complex, str, bytes, Fraction, Decimal
 _ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
-_UNCHANGED: "weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]]" = weakref.WeakKeyDictionary()
+_Kept = tuple[tuple[object, ...], dict[str, Any]]
+_UNCHANGED: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
+_T = TypeVar("_T")
 
 
 def saved_state(model: Any) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def fingerprint(model: Any) -> str:
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Context manager in which `snapshot` describes the model once, for analyses of many steps.
+    """Context manager in which a model is described and checked once, for analyses of many steps.
 
     Raises:
         InputError: at the end, if the model has changed; analyses do not change it.
@@ -146,7 +148,8 @@ def unchanged(model: Any) -> Iterator[None]:
     if model in _UNCHANGED:
         yield
         return
-    before = _UNCHANGED[model] = snapshot(model)
+    before = snapshot(model)
+    _UNCHANGED[model] = before, {}
     try:
         yield
     finally:
@@ -158,7 +161,18 @@ def unchanged(model: Any) -> Iterator[None]:
 
 def snapshot(model: Any) -> tuple[object, ...]:
     """Return a description of a model's state that equals a later one if nothing has changed."""
-    return _UNCHANGED.get(model) or _snapshot(model)
+    known = _UNCHANGED.get(model)
+    return _snapshot(model) if known is None else known[0]
+
+
+def once(model: Any, name: str, compute: Callable[[], _T]) -> _T:
+    """Return what a function computes of a model; within `unchanged`, call the function once."""
+    known = _UNCHANGED.get(model)
+    if known is None:
+        return compute()
+    if name not in known[1]:
+        known[1][name] = compute()
+    return cast(_T, known[1][name])
 
 
 def _snapshot(model: Any) -> tuple[object, ...]:

@@ -303,7 +303,10 @@ class Repairer:
         """
         changes = self._values - self._unpatched
         effects = (changes if self._per_prompt else self._mean(changes)[:, None]).numpy()
-        top = np.argsort(-np.abs(effects), axis=None, kind="stable")[:TOP]
+        sizes = np.abs(effects).ravel()
+        least = np.partition(sizes, -TOP)[-TOP] if len(sizes) > TOP else 0.0
+        top = np.flatnonzero(sizes >= least)  # sorting all rows would take as long as a pass
+        top = top[np.argsort(-sizes[top], kind="stable")][:TOP]
         rows = np.array(list(dict.fromkeys(top // effects.shape[1])), dtype=np.int64)
         rows = rows[~self._exact[rows] & np.isfinite(self._cost[rows])]
         n = int(np.searchsorted(self._cost[rows].cumsum(), most - self._spent, side="right"))
