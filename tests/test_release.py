@@ -37,7 +37,7 @@ def test_the_owner_is_read_from_one_file(tmp_path):
     readme = result["readme"]["text"]  # PyPI shows it, without the files next to it
     assert f"]({source}/actions/workflows/tests.yml/badge.svg)" in readme
     assert "](https://ada.github.io/attn_only_lens/pictures/circuit.svg)" in readme
-    assert f"]({source}/blob/main/docs/limits.md#what-it-costs)" in readme
+    assert f"]({source}/blob/main/docs/coming_from.md#which-tool-to-choose)" in readme
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]+)\)", readme))
     with pytest.raises(ValueError, match="expected 9"):
         metadata(tmp_path, "9.9.9")

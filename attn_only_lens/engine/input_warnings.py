@@ -70,10 +70,15 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
     texts = list(cases.values())
     lines = texts[:_SHOWN] + [f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)
     message = "".join([f"{problem}:", *(f"\n  - {line}" for line in lines)])
-    level, frame = 1, sys._getframe()  # find the stack level of the user's code
+    warnings.warn(message, InputWarning, stacklevel=level_of_caller())
+
+
+def level_of_caller() -> int:
+    """Return the `stacklevel` with which the calling function's warning shows the user's line."""
+    level, frame = 0, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, InputWarning, stacklevel=level)
+    return level
 
 
 def shortened(text: str) -> str:

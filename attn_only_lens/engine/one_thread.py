@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from attn_only_lens.engine.spinning_threads import warn_of_spinning_threads
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -34,7 +36,10 @@ def one_thread_per_model(analysis: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(analysis)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with one_thread(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)):
+        models = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+        with one_thread(models):
+            if models:
+                warn_of_spinning_threads(models[0])
             return analysis(*args, **kwargs)
 
     return alone
