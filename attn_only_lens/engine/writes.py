@@ -49,7 +49,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
+from attn_only_lens.heads.host import WIDE_KINDS, HeadKind, later_write_reasons
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -245,6 +245,7 @@ def decompose(
     if dtype not in (torch.float32, torch.float64):
         raise InputError([f"got a model in {dtype}; expected float32 or float64"], _PROBLEM)
     host, tested = host_of(model), passed_tests(model)
+    UnsupportedModelError.raise_if(later_write_reasons(model, "this split"), _PROBLEM)
     norms, last = norms_of(model)
     layers = range(host.n_layers)
     z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]

@@ -7,7 +7,7 @@ block 2l + 1. An exposed model has one block per layer, whose MLP computes neuro
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -52,6 +52,9 @@ POINTS = {
 In a block's attention, the hook points are `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
 
+LATER_WRITES = "later writes"
+"""The key of what features wrote to later layers, as {(layer, source): (edited, unedited)}."""
+
 CHANGED = "the model has changed since its neurons became heads"
 _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
@@ -62,10 +65,15 @@ class PassState(threading.local):
     The values are not module attributes, because other threads, or hooks, may run the model during
     a forward pass. Each thread has its own values, and a copy of this object is empty. It also
     holds the runs that analyses share (`engine/kept_runs.py`).
+
+    Attributes:
+        values: the values of the current pass.
+        skipped: the `LATER_WRITES` of layers that the next passes do not run.
     """
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
+        self.skipped: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.kept_runs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
@@ -85,6 +93,10 @@ class PassState(threading.local):
             if is_outermost:
                 errors, self._errors = self._errors, None
                 _raise_if_large(errors)
+
+    def model_pass(self) -> AbstractContextManager[None]:
+        """Return a context of one forward pass of the whole model."""
+        return self.new_pass({LATER_WRITES: dict(self.skipped)})
 
     def require_small(self, error: Tensor, message: str) -> None:
         """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
@@ -128,6 +140,11 @@ class Host(ABC):
     def kinds(self, layer: int) -> tuple[HeadKind, ...]:
         """Return the kinds of heads in an original layer, in their order of computation."""
         return ("attention", *self.neurons[layer].kinds)
+
+    @property
+    def writes_later(self) -> bool:
+        """True if features write to several layers, as in a cross-layer transcoder."""
+        return any(getattr(heads.module, "W_later", None) is not None for heads in self.neurons)
 
     def count(self, layer: int, kind: HeadKind) -> int:
         """Return the number of heads of one kind in a layer."""
@@ -272,6 +289,16 @@ def transcoder_reasons(model: object) -> list[str]:
     if not any("feature" in heads.kinds for heads in layers):
         return []
     return ["transcoders replace its MLPs; first call transcoders.detach(model)"]
+
+
+def later_write_reasons(model: Any, what: str) -> list[str]:
+    """Return [error message] if features write to several layers, which `what` does not support."""
+    if not has_neuron_heads(model) or not host_of(model).writes_later:
+        return []
+    return [
+        f"a cross-layer transcoder is attached, whose features write to several layers; {what} "
+        "supports only features that write to one layer"
+    ]
 
 
 def reasons_without_heads(model: object) -> list[str]:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from attn_only_lens.arguments import as_plain, is_count, one_of
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputError
-from attn_only_lens.heads.transcoder import Reads, Transcoder
+from attn_only_lens.heads.transcoder import Reads, Transcoder, cross_layer_reasons
 from attn_only_lens.models.checkpoint.transcoders import DOCUMENT, read_transcoder
 from attn_only_lens.models.source_folder import (
     checkpoint_errors,
@@ -25,8 +25,17 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.storage import read_json, read_tensors
 from attn_only_lens.storage.atomic import as_path
+from attn_only_lens.transcoders.cross_layer import (
+    join_halves,
+    layer_of_half,
+    n_layers_in,
+    read_layer,
+    split_decoder,
+)
 from attn_only_lens.transcoders.formats import (
     CIRCUIT_TRACER,
+    CROSSLAYER_TRANSCODER,
+    GEMMA_SCOPE_2,
     PROBLEM,
     SAELENS,
     Config,
@@ -64,12 +73,17 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class _File:
-    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet."""
+    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet.
+
+    For a cross-layer transcoder, the file may hold other layers too, or may have a second half.
+    """
 
     path: Path
     name: str
     config: Config
     layer: int | None
+    holds_all_layers: bool = False
+    second_half: Path | None = None
 
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
@@ -97,6 +111,17 @@ def load(
                         skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
         attn-only-lens  the files that `save` writes
 
+    These formats of cross-layer transcoders are supported, and are always loaded whole:
+
+        circuit-tracer         W_enc_3.safetensors and W_dec_3.safetensors for each layer
+        Gemma Scope 2          params_layer_3.safetensors for each layer, with config.json; or one
+                               file, in which each tensor has a first axis of layers
+        crosslayer-transcoder  one file with encoder.W and decoder.W_3 (ReLU or JumpReLU)
+
+    Where a format computes relu(q) 1[q > θ], as all but circuit-tracer do, a negative threshold θ
+    is the same as 0, and is set to 0. In circuit-tracer's formats, it is an error: a feature with
+    θ < q < 0 would be active there.
+
     The config names the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
     residual stream before the norm ("stream"), ln2.hook_normalized is the norm's output before its
     gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the config does not name
@@ -116,7 +141,7 @@ def load(
     Raises:
         CheckpointError: with every reason: no file, a pickle, a damaged file, unknown settings,
             keys, shapes or values, an unknown input or layer, two transcoders for one layer,
-            different values of d_model, or a cross-layer transcoder.
+            different values of d_model, or a part of a cross-layer transcoder.
         InputError: `layers` is not valid.
 
     Example:
@@ -168,6 +193,7 @@ def load(
     reasons += [f"got no transcoder for layer {layer}" for layer in missing]
     widths = {transcoder.d_model for transcoder in loaded.values()}
     reasons += [f"got different values of d_model: {sorted(widths)}"] * (len(widths) > 1)
+    reasons += [] if reasons else cross_layer_reasons(loaded)
     refuse(reasons, f"{path} does not hold the transcoders of one model")
     return dict(sorted(loaded.items()))
 
@@ -201,7 +227,17 @@ def _files(path: Path) -> Iterator[_File]:
     for place, name in order:
         in_names = [int(layer) for layer in _LAYER.findall(given + name)[-1:]]
         layers = in_names if place is None else [place]
-        yield _file(files[name], name, _config(files[name].parent) or above, layers)
+        path, config = files[name], _config(files[name].parent) or above
+        half, n_layers = layer_of_half(path), n_layers_in(path) if path.suffix != ".npz" else None
+        if half:
+            layer, second = half
+            if path.name.startswith("W_enc") or not second.exists():
+                yield _File(path, name, config, layer, second_half=second)
+        elif n_layers is None:
+            yield _file(path, name, config, layers)
+        else:
+            for x in range(n_layers):
+                yield _File(path, name, config, x, holds_all_layers=True)
 
 
 def _file(path: Path, name: str, config: Config, outside: Sequence[int]) -> _File:
@@ -274,9 +310,24 @@ def _read(
 def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Transcoder:
     """Read a file that another package wrote."""
     is_npz = file.path.suffix == ".npz"
-    tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+    if file.holds_all_layers:
+        assert file.layer is not None
+        tensors = read_layer(file.path, file.layer, dtype)
+    else:
+        tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+    if file.second_half is not None:
+        if not file.second_half.is_file():
+            raise InputError([f"got no {file.second_half.name} next to it"], PROBLEM)
+        tensors = join_halves(tensors, read_tensors(file.second_half)[0])
     layout = identify(tensors, file.config, is_npz)
+    if file.holds_all_layers and layout != GEMMA_SCOPE_2:
+        layout = CROSSLAYER_TRANSCODER
     tensors = rename(tensors, layout)
+    if tensors["W_dec"].ndim > 2 and file.layer is not None:
+        tensors = split_decoder(tensors, layout, file.layer)
+    if layout != CIRCUIT_TRACER and "threshold" in tensors:
+        # These formats compute relu(q) 1[q > θ], so a negative θ is the same as 0.
+        tensors["threshold"] = tensors["threshold"].clamp(min=0)
     options = _ends(file.config, reads)
     options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
     if layout == CIRCUIT_TRACER:

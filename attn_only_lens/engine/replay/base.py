@@ -28,6 +28,7 @@ from attn_only_lens.engine.recording import Hooks, Recording, record_streams
 from attn_only_lens.engine.replay.faster import FusedActivations, only_where_read
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.heads.host import later_write_reasons
 from attn_only_lens.precision import full_precision
 
 PROBLEM = "this model cannot be patched"
@@ -166,6 +167,7 @@ class Replay(ABC):
     other: "Replay | None" = None
 
     def __post_init__(self) -> None:
+        UnsupportedModelError.raise_if(later_write_reasons(self.model, "a replay"), PROBLEM)
         self.host = host_of(self.model)
         self.tested: PassedTests = self.other.tested if self.other else passed_tests(self.model)
         self.n_blocks = len(self.model.blocks)
