@@ -146,6 +146,11 @@ class Host(ABC):
         """True if features write to several layers, as in a cross-layer transcoder."""
         return any(getattr(heads.module, "W_later", None) is not None for heads in self.neurons)
 
+    def layers_written(self, layer: int, kind: HeadKind) -> range:
+        """Return the layers to whose outputs the heads in a layer write, with this layer first."""
+        n = len(self.neurons[layer].decoders) if kind in NEURON_KINDS else 1
+        return range(layer, layer + n)
+
     def count(self, layer: int, kind: HeadKind) -> int:
         """Return the number of heads of one kind in a layer."""
         if kind not in self.kinds(layer):

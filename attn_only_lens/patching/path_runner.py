@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.engine.edits import neuron_variants
+from attn_only_lens.engine.edits import neuron_variants, writes_of
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
@@ -124,14 +124,14 @@ class PathRunner:
         moves = dz.permute(2, 0, 1).unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
         after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
-        rows = heads.W_O[receivers.index.to(dz.device), 0]
+        index, decoders = receivers.index.to(dz.device), heads.decoders
 
         def run(some: Tensor, first: int) -> Tensor:
-            directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
+            of_row = index[j[some]].repeat_interleave(replay.batch)
             change = moves.new_zeros(len(some), replay.batch, replay.n_pos)
             change[:, :, columns] = moves[some]
-            added = change[:, :, first:].flatten(0, 1).unsqueeze(-1) * directions
-            return replay.values(neuron_variants(replay, receivers.layer, first, added))
+            written = writes_of(decoders, change[:, :, first:].flatten(0, 1), of_row)
+            return replay.values(neuron_variants(replay, receivers.layer, first, written))
 
         self._fill(values, moves != 0, columns, after, run)
 

@@ -1,0 +1,278 @@
+"""Tests of tools on features with several writes, against plain hooks on the original model.
+
+With error nodes, a change of a feature's z by Δz changes the original MLP's output of each layer
+that it writes to by Δz times the feature's row of this layer's decoder.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from common import needs_hooked_transformer
+from drawn_transcoders import (
+    FEATURES,
+    active,
+    bridge,
+    cross_layer_of,
+    hooked,
+    imitated,
+    three_layers,
+)
+from patched_runs import node_outputs, others_held
+
+from attn_only_lens import Contrast, circuits
+from attn_only_lens import patching as p
+from attn_only_lens.transcoders import attach
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
+
+CORRECT, WRONG = 7, 11
+METRIC = p.logit_diff(CORRECT, WRONG)
+CLEAN = torch.tensor([[3, 17, 5, 29, 13], [2, 19, 23, 31, 37]])
+CORRUPTED = torch.tensor([[3, 11, 5, 29, 8], [2, 7, 23, 31, 1]])  # other tokens at 1 and -1
+CONTRAST = Contrast(CLEAN, CORRUPTED, METRIC)
+
+# name: model, options of the transcoders, their input point, their output point, rounding
+MODELS = {
+    "gpt2": (three_layers, {"skip": True}, "ln2.hook_out", "mlp.hook_out", 1e-9),
+    # its norms compute in float32 for every dtype
+    "gemma2": (
+        *(lambda: bridge("gemma2"), {"reads": "stream", "after_norm": True}),
+        *("ln2.hook_in", "ln2_post.hook_out", 1e-5),
+    ),
+    "hooked": (
+        lambda: hooked("gelu", scale=0.24),
+        {"skip": True, "reads": "normalized", "activation": "relu"},
+        *("ln2.hook_normalized", "hook_mlp_out", 1e-9),
+    ),
+}
+
+
+class Oracle:
+    """The original model, and each layer's features in both runs by their definition."""
+
+    def __init__(self, name):
+        make, options, self.reads, self.writes, self.rounding = MODELS[name]
+        self.model = make()
+        self.transcoders = cross_layer_of(self.model, **options)
+        self.runs = [self.nodes(prompt) for prompt in (CLEAN, CORRUPTED)]
+
+    @torch.no_grad()
+    def nodes(self, prompt):
+        seen = self.model.run_with_cache(prompt)[1]
+        nodes = []
+        for layer, transcoder in self.transcoders.items():
+            x = seen[f"blocks.{layer}.{self.reads}"]
+            q = x @ transcoder.W_enc + transcoder.b_enc
+            nodes.append({"x": x, "q": q, "w": active(q, transcoder).to(q)})
+            nodes[-1]["out"] = seen[f"blocks.{layer}.{self.writes}"]
+        return nodes
+
+    def change_of_z(self, name, part="z"):
+        """Return the change of a feature's z from the corrupted to the clean run."""
+        layer, feature = map(int, name.removeprefix("L").split("F"))
+        w, q = ([run[layer][key][..., feature] for run in self.runs] for key in "wq")
+        return {
+            "z": w[0] * q[0] - w[1] * q[1],
+            "pattern": (w[0] - w[1]) * q[1],
+            "value": w[1] * (q[0] - q[1]),
+        }[part]
+
+    def decoders(self, name):
+        """Return {layer: row} for the layers to which a feature writes."""
+        layer, feature = map(int, name.removeprefix("L").split("F"))
+        transcoder = self.transcoders[layer]
+        rows = {layer: transcoder.W_dec[feature]}
+        for number, W in enumerate(transcoder.W_later):
+            rows[layer + 1 + number] = W[feature]
+        return rows
+
+    def written(self, name, part="z"):
+        """Return {layer: what the change of a feature adds to the layer's output}."""
+        dz = self.change_of_z(name, part).unsqueeze(-1)
+        return {layer: dz * row for layer, row in self.decoders(name).items()}
+
+    @torch.no_grad()
+    def metric(self, prompt, changes=None, positions=slice(None)):
+        """Return each prompt's metric if changes are added to the original MLPs' outputs."""
+
+        def add(out, hook, change):
+            out = out.clone()
+            out[:, positions] += change[:, positions]
+            return out
+
+        hooks = [
+            (f"blocks.{i}.{self.writes}", lambda out, hook, x=x: add(out, hook, x))
+            for i, x in (changes or {}).items()
+        ]
+        with self.model.hooks(fwd_hooks=hooks):
+            logits = self.model(prompt)[:, -1]
+        return logits[:, CORRECT] - logits[:, WRONG]
+
+    def names(self, layer, n=7):
+        """Return the features of a layer that change most between the runs."""
+        q, w = ([run[layer][key] for run in self.runs] for key in "qw")
+        moved = (w[0] * q[0] - w[1] * q[1]).abs().sum((0, 1)).argsort(descending=True)
+        return [f"L{layer}F{index}" for index in moved[:n].tolist()]
+
+
+@cache
+def oracle(name):
+    return Oracle(name)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[needs_hooked_transformer] * (name == "hooked")) for name in MODELS
+    ]
+)
+def case(request):
+    return oracle(request.param)
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "value"])
+def test_patches_reach_all_layers(case, part):
+    layers, last = range(len(case.model.blocks)), CLEAN.shape[1] - 1
+    names = [name for layer in layers for name in case.names(layer)]
+    expected, own = {}, {}
+    for name in names:
+        changes = case.written(name, part)
+        layer = min(changes)
+        for position in (1, last):
+            value = case.metric(CORRUPTED, changes, [position]).mean().item()
+            expected[name, position] = value
+            alone = case.metric(CORRUPTED, {layer: changes[layer]}, [position]).mean().item()
+            own[name, position] = alone
+    with attach(case.model, case.transcoders) as model:
+        some = p.activation_patch(model, CONTRAST, sites=names, part=part)
+        every = p.activation_patch(model, CONTRAST, sites="features", part=part)
+    span = abs(some.clean_value - some.corrupted_value)
+    for frame in (some.frame, every.frame):
+        rows = frame.set_index(["name", "position"])["value"]
+        for key, value in expected.items():
+            assert abs(rows[key] - value) < case.rounding * span, key
+    if part != "pattern":  # control: later writes count
+        assert max(abs(own[key] - value) for key, value in expected.items()) > 1e-3 * span
+    assert every.frame["name"].nunique() == FEATURES * len(layers)
+
+
+def test_patches_of_a_replacement_model(case):
+    """Without errors, later features also change; the oracle is a hook in a full run."""
+    names = [name for layer in range(len(case.model.blocks)) for name in case.names(layer, 3)]
+    with attach(case.model, case.transcoders, error="zero") as model, torch.no_grad():
+        sweep = p.activation_patch(model, CONTRAST, sites=[*names, "L0H1", "L1H0"])
+        runs = [model.run_with_cache(prompt)[1] for prompt in (CLEAN, CORRUPTED)]
+        rows = sweep.frame.set_index(["name", "position"])["value"]
+        for name in names:
+            layer, feature = map(int, name.removeprefix("L").split("F"))
+            point = f"blocks.{layer}.mlp.hook_neuron_act"
+
+            def put(z, hook, feature=feature, point=point):
+                z = z.clone()
+                z[:, 1, feature] = runs[0][point][:, 1, feature]
+                return z
+
+            logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(point, put)])[:, -1]
+            value = (logits[:, CORRECT] - logits[:, WRONG]).mean().item()
+            span = abs(sweep.clean_value - sweep.corrupted_value)
+            assert abs(rows[name, 1] - value) < case.rounding * span
+
+
+@pytest.mark.parametrize("method", ["gradient", "exact_gate", "secant"])
+def test_estimates_with_repairs(case, method):
+    """Estimates of all sites; those that are repaired are exact."""
+    with attach(case.model, case.transcoders) as model:
+        exact = p.activation_patch(model, CONTRAST, sites="features")
+        sweep = p.attribution(model, CONTRAST, sites="features", method=method)
+    both = exact.frame.merge(sweep.frame, on=["name", "position"], suffixes=("", "_2"))
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    repaired = both[both["exact"]]
+    assert len(repaired) > 10
+    assert (repaired["value"] - repaired["value_2"]).abs().max() < case.rounding * span
+    assert both["value"].corr(both["value_2"]) > 0.9
+
+
+def test_gradients_are_autograd(case):
+    kept = {}
+
+    def keep(out, hook):
+        kept[hook.name] = out
+        out.retain_grad()
+
+    points = {layer: f"blocks.{layer}.{case.writes}" for layer in case.transcoders}
+    with torch.enable_grad(), case.model.hooks(fwd_hooks=[(x, keep) for x in points.values()]):
+        logits = case.model(CORRUPTED)[:, -1]
+        (logits[:, CORRECT] - logits[:, WRONG]).mean().backward()
+    case.model.zero_grad()
+    names = [name for layer in points for name in case.names(layer)]
+    with attach(case.model, case.transcoders) as model:
+        method = p.Estimate("gradient", budget=0)
+        sweep = p.attribution(model, CONTRAST, sites=names, method=method)
+    rows = sweep.frame.set_index(["name", "position"])["value"]
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    for name in names:
+        estimate = sum(
+            (kept[points[layer]].grad * change).sum(-1).sum(0)
+            for layer, change in case.written(name).items()
+        )
+        for position in range(1, CLEAN.shape[1]):
+            expected = sweep.corrupted_value + estimate[position].item()
+            assert abs(rows[name, position] - expected) < case.rounding * span
+
+
+def test_steered_and_ablated(case):
+    name = case.names(0, 1)[0]
+    _, feature = map(int, name.removeprefix("L").split("F"))
+    run = case.runs[0][0]
+    z = (run["q"] * run["w"])[..., feature, None]
+    for context, change in (
+        (lambda model: p.steered(model, {name: 1.7}), 1.7 + 0 * z),
+        (lambda model: p.ablated(model, name, "zero"), -z),
+    ):
+        changes = {layer: change * row for layer, row in case.decoders(name).items()}
+        expected = case.metric(CLEAN, changes)
+        with attach(case.model, case.transcoders) as model, context(model), torch.no_grad():
+            logits = model(CLEAN)[:, -1]
+        got = logits[:, CORRECT] - logits[:, WRONG]
+        scale = case.metric(CLEAN).abs().max()
+        assert (got - expected).abs().max() < case.rounding * scale
+        assert (expected - case.metric(CLEAN)).abs().max() > 1e-5 * scale
+
+
+def test_discover_and_faithfulness(case):
+    with attach(case.model, case.transcoders) as model:
+        circuit = circuits.discover(
+            *(model, CONTRAST),
+            faithfulness=0.8,
+            method="secant",
+            search=circuits.Search(n_random=1),
+        )
+        with torch.no_grad():
+            outputs = node_outputs(model.run_with_cache(CORRUPTED)[1], len(model.blocks))
+            value, none = (
+                model.run_with_hooks(CLEAN, fwd_hooks=others_held(sites, outputs))[:, -1]
+                for sites in (circuit.sites, [])
+            )
+            logits = model(CLEAN)[:, -1]
+        value, none, whole = (
+            (x[:, CORRECT] - x[:, WRONG]).mean().item() for x in (value, none, logits)
+        )
+    expected = (value - none) / (whole - none)
+    assert circuit.faithfulness == pytest.approx(expected, abs=max(1e-8, 10 * case.rounding))
+    assert circuit.faithfulness >= 0.8
+
+
+def test_oracles_are_nontrivial(case):
+    """The features of every layer change the metric through later layers alone."""
+    for layer in list(case.transcoders)[:-1]:
+        name = case.names(layer, 1)[0]
+        changes = case.written(name)
+        del changes[layer]
+        moved = case.metric(CORRUPTED, changes) - case.metric(CORRUPTED)
+        assert moved.abs().max() > 1e-4
+    x, transcoder = case.runs[0][0]["x"], case.transcoders[0]
+    z = case.runs[0][0]["q"] * case.runs[0][0]["w"]
+    assert torch.equal(imitated(x, transcoder)[1], z)
