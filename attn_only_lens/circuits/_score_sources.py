@@ -148,10 +148,13 @@ def _sources(
     here, parts = slice(position, position + 1), run.run
     derivative, own_bias, expected = run.projection(head.layer, head.kind, choose)
     names, rows = ["embed"], [parts.embedding[:, position]]
-    for writes in parts.before(head.layer, head.kind):
+    before = parts.before(head.layer, head.kind)
+    for writes in before:
         (sites,) = resolve_sites(run.model, Sites.of_kinds([writes.kind], [writes.layer]))
         names += sites.names
-        rows.append(writes.written(sites, here)[:, 0, 0])
+        some = parts.parts_before(writes, len(before))
+        vectors = [x.written(sites, here)[:, 0, 0] for x in some]
+        rows.append(sum(vectors[1:], vectors[0]))
         bias = writes.bias[:, position]
         if bias.any():
             bias_name = {"attention": "b_O", "feature": "b_dec"}.get(writes.kind, "b_out")

@@ -404,7 +404,8 @@ def direct_logits(
             differences[key] = _difference(both.of(*key))
         writes, index = differences[key], place.new_tensor([head.index])
         here, index = (x.to(writes.z.device) for x in (place, index))
-        written.append(writes.vectors(writes.z[:, here, index], index, here).to(runs.logits))
+        parts = [x.vectors(x.z[:, here, index], index, here) for x in writes.everywhere]
+        written.append(sum(parts[1:], parts[0]).to(runs.logits))
     if not written:
         return runs.logits.new_zeros(0, runs.logits.shape[-1])
     final, dtype = SecantNorm.between(both.final), next(model.unembed.parameters()).dtype
@@ -460,8 +461,11 @@ def _routes(
 
 def _difference(both: SublayerWrites) -> SublayerWrites:
     """Return a sublayer's writes to the residual stream, clean minus corrupted run."""
-    after, bias = SecantNorm.between(both.writes), torch.zeros_like(mean(both.bias))
-    return replace(both, z=_minus(both.z), writes=after, bias=bias)
+    bias = torch.zeros_like(mean(both.bias))
+    own, *later = (
+        replace(x, writes=SecantNorm.between(x.writes), bias=bias) for x in both.everywhere
+    )
+    return replace(own, later=tuple(later)).with_outputs(_minus(both.z))
 
 
 def _minus(both: Tensor) -> Tensor:

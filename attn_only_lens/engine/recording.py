@@ -73,7 +73,7 @@ class Recording:
         hooked: the activations at the requested hook points, by hook name.
         key_values: the keys and values of each block, if they were requested and the model is a
             bridge that keeps them.
-        later: what features of a cross-layer transcoder wrote to later layers (`LATER_WRITES`).
+        later: what features of a cross-layer transcoder wrote to later layers (`LaterWrites`).
     """
 
     tokens: Tokens
@@ -163,8 +163,8 @@ def record(
         caches.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
 
     def look_later(module: nn.Module, args: Any, output: Any) -> None:
-        writes = host_of(model).passing.values[LATER_WRITES]
-        later.update({key: (x.detach(), y.detach()) for key, (x, y) in writes.items()})
+        written = host_of(model).passing.values[LATER_WRITES].written
+        later.update({key: (x.detach(), y.detach()) for key, (x, y) in written.items()})
 
     keepers = [(name, partial(keep, name=name)) for name in every_name]
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ rotations and the softmax are part of the head that reads the stream; the model'
 them (`readers.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,7 +49,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.host import WIDE_KINDS, HeadKind, later_write_reasons
+from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -118,6 +118,8 @@ class SublayerWrites:
         matrix: W_O, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for the other kinds.
+        later: what the features of a cross-layer transcoder add to the stream in later layers, with
+            the same z; `layer` is then the layer that they write to.
     """
 
     layer: int
@@ -129,6 +131,16 @@ class SublayerWrites:
     matrix: Float[Tensor, "head d_head d_model"]
     bias: Residual
     neurons: NeuronHeads | None
+    later: tuple["SublayerWrites", ...] = ()
+
+    @property
+    def everywhere(self) -> tuple["SublayerWrites", ...]:
+        """The writes to this layer and to later layers."""
+        return (self, *self.later)
+
+    def with_outputs(self, z: Float[Tensor, "batch pos head_index d_head"]) -> "SublayerWrites":
+        """Return the same writes with other outputs of the heads."""
+        return replace(self, z=z, later=tuple(replace(x, z=z) for x in self.later))
 
     @property
     def n_heads(self) -> int:
@@ -205,6 +217,17 @@ class Decomposition:
     def _numbers(self) -> dict[tuple[int, HeadKind], int]:
         return {(x.layer, _shared_kind(x.kind)): i for i, x in enumerate(self.sublayers)}
 
+    def parts_before(self, writes: SublayerWrites, n_before: int) -> list[SublayerWrites]:
+        """Return the writes of a sublayer that are in the stream after `n_before` sublayers."""
+        return [x for x in writes.everywhere if self._index(x.layer, x.kind) < n_before]
+
+    def arriving(self, index: int) -> Iterator[tuple[int, SublayerWrites]]:
+        """Yield what earlier features write together with a sublayer, with their sublayer."""
+        for source, writes in enumerate(self.sublayers[:index]):
+            for later in writes.later:
+                if self._index(later.layer, later.kind) == index:
+                    yield source, later
+
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
         """Return the sublayers whose outputs the given sublayer reads."""
         reads_attention = kind != "attention" and not self.parallel[layer]
@@ -245,7 +268,6 @@ def decompose(
     if dtype not in (torch.float32, torch.float64):
         raise InputError([f"got a model in {dtype}; expected float32 or float64"], _PROBLEM)
     host, tested = host_of(model), passed_tests(model)
-    UnsupportedModelError.raise_if(later_write_reasons(model, "this split"), _PROBLEM)
     norms, last = norms_of(model)
     layers = range(host.n_layers)
     z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]
@@ -257,10 +279,12 @@ def decompose(
     with _record_modules(modules) as traffic, watch or nullcontext():
         recording = record(model, tokens, mask, hooks=hooks, **recorded)  # type: ignore[arg-type]
     require_finite(model, recording, padding=True)  # nan would spread to sums over positions
-    sublayers = tuple(
-        _sublayer(host, recording, traffic, around, layer, kind)
-        for layer, around in enumerate(norms)
-        for kind in host.kinds(layer)
+    sublayers = _with_later_writes(
+        [
+            _sublayer(host, recording, traffic, around, layer, kind)
+            for layer, around in enumerate(norms)
+            for kind in host.kinds(layer)
+        ]
     )
     unembedded = traffic.returned[model.unembed]
     factor = _logit_factor(unembedded, recording.logits)
@@ -373,6 +397,20 @@ def _sublayer(
     return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 
 
+def _with_later_writes(sublayers: Sequence[SublayerWrites]) -> tuple[SublayerWrites, ...]:
+    """Add what the features of a cross-layer transcoder write to later layers."""
+    features = {x.layer: x for x in sublayers if x.kind == "feature"}
+    result = []
+    for writes in sublayers:
+        decoders = [] if writes.neurons is None else writes.neurons.decoders[1:]
+        later = [
+            replace(writes, layer=layer, writes=features[layer].writes, matrix=W.detach()[:, None])
+            for layer, W in enumerate(decoders, writes.layer + 1)
+        ]
+        result.append(replace(writes, later=tuple(later)))
+    return tuple(result)
+
+
 def _require_sums(run: Decomposition) -> None:
     """Raise an error if the input of a sublayer is not the sum of all earlier writes."""
     readers = [
@@ -383,8 +421,10 @@ def _require_sums(run: Decomposition) -> None:
     real, numbers = run.recording.mask, list[Tensor]()
     total, n_added = run.embedding, 0
     for _, stream, n_before in readers:
-        for sublayer in run.sublayers[n_added:n_before]:
-            total = total.to(stream) + sublayer.total().to(stream)
+        for index in range(n_added, n_before):
+            total = total.to(stream) + run.sublayers[index].total().to(stream)
+            for _, later in run.arriving(index):
+                total = total + later.summed(later.z).to(stream)
         n_added = n_before
         for x in ((total.to(stream) - stream).abs(), stream.abs()):
             numbers.append((x if real is None else x[real.bool().to(x.device)]).amax())

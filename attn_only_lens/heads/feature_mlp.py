@@ -29,7 +29,7 @@ from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates.features import active_features
 from attn_only_lens.heads.computation import is_live
-from attn_only_lens.heads.host import LATER_WRITES
+from attn_only_lens.heads.host import LATER_WRITES, LaterWrites
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.tl import head_point
 
@@ -61,7 +61,7 @@ class FeatureMLP(nn.Module):
         if self.W_later is not None:
             self.W_later = nn.Parameter(self.W_later, requires_grad=False)
         self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
-        self.original, self.has_error = original, error
+        self.original, self.has_error, self.was_exposed = original, error, False
         self._options = transcoder.options()
         self.hook_in = HookPoint()  # [batch, pos, d_model]
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
@@ -118,25 +118,19 @@ class FeatureMLP(nn.Module):
         if self.W_later is None:
             return 0.0, 0.0
         heads: Any = vars(self).get("_neuron_heads")
-        writes = None if heads is None else heads.passing.values.get(LATER_WRITES, {})
-        if writes is None:  # attach tests this module alone
+        if heads is None and self.was_exposed:
+            raise UnsupportedCallError("features that write to later layers run only as heads")
+        self.was_exposed = heads is not None
+        nothing = LaterWrites({})
+        writes = None if heads is None else heads.passing.values.get(LATER_WRITES, nothing)
+        if writes is None:  # attach tests this module alone, before and after it has heads
             return 0.0, 0.0
         layer = heads.layer
-        if missing := [source for source in range(layer) if (layer, source) not in writes]:
-            raise UnsupportedCallError(
-                f"layer {layer} ran without layers {missing}, whose features write to it: run the "
-                "whole model, from its first layer"
-            )
-        for number, W in enumerate(self.W_later):
-            if (layer + 1 + number, layer) in writes:
-                raise UnsupportedCallError(
-                    f"the MLP of layer {layer} ran twice in one forward pass, so it is unclear "
-                    "which of its features later layers should read"
-                )
+        writes.begin(layer)
+        for number, W in enumerate(self.W_later, layer + 1):
             written = z @ W
-            both = written, written if unedited is z else unedited @ W
-            writes[layer + 1 + number, layer] = both
-        arrived = [writes[layer, source] for source in range(layer)]
+            writes.written[number, layer] = written, written if unedited is z else unedited @ W
+        arrived = [writes.written[layer, source] for source in range(layer)]
         edited = sum(x.to(z.device) for x, _ in arrived)
         return edited, sum(x.to(z.device) for _, x in arrived)
 

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -52,11 +53,41 @@ POINTS = {
 In a block's attention, the hook points are `hook_q`, `hook_k` and so on, as in TransformerLens.
 """
 
-LATER_WRITES = "later writes"
-"""The key of what features wrote to later layers, as {(layer, source): (edited, unedited)}."""
-
 CHANGED = "the model has changed since its neurons became heads"
 _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass
+class LaterWrites:
+    """What the features of a cross-layer transcoder wrote to later layers in one forward pass.
+
+    Attributes:
+        written: {(layer, source): (with edits of the features, without edits)}.
+        ran: the layers that ran.
+    """
+
+    written: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    ran: set[int] = field(default_factory=set)
+
+    def begin(self, layer: int) -> None:
+        """Start a layer; raise an error if its earlier layers did not run in the same pass."""
+        if layer == 0:  # a new pass, such as TransformerLens' own test of a cache
+            self.written, self.ran = {}, set()
+        if layer in self.ran:
+            raise UnsupportedCallError(
+                f"layer {layer} ran twice, or another pass ran inside this one, so it is unclear "
+                "what earlier features wrote: run other passes by calling the model itself"
+            )
+        self.ran.add(layer)
+        if missing := [x for x in range(layer) if (layer, x) not in self.written]:
+            raise UnsupportedCallError(
+                f"layer {layer} ran without layers {missing}, whose features write to it: call the "
+                "model itself (not a block, or the model that it wraps), from its first layer"
+            )
+
+
+LATER_WRITES = "later writes"
+"""The key of the `LaterWrites` in `PassState.values`."""
 
 
 class PassState(threading.local):
@@ -68,7 +99,7 @@ class PassState(threading.local):
 
     Attributes:
         values: the values of the current pass.
-        skipped: the `LATER_WRITES` of layers that the next passes do not run.
+        skipped: the later writes of layers that the next passes do not run.
     """
 
     def __init__(self) -> None:
@@ -96,7 +127,7 @@ class PassState(threading.local):
 
     def model_pass(self) -> AbstractContextManager[None]:
         """Return a context of one forward pass of the whole model."""
-        return self.new_pass({LATER_WRITES: dict(self.skipped)})
+        return self.new_pass({LATER_WRITES: LaterWrites(dict(self.skipped))})
 
     def require_small(self, error: Tensor, message: str) -> None:
         """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""

@@ -86,11 +86,22 @@ class PathRunner:
         if isinstance(positions, Tensor):
             positions = positions.to(self.target.of(layer, kind).z.device)
         source, target = (
-            run.of(layer, kind).written(block.senders, positions)
-            for run in (self.source, self.target)
+            self._read_writes(run, block, positions) for run in (self.source, self.target)
         )
         chosen = block.positions.chosen.to(target.device)[:, positions]
         return (source - target) * chosen.unsqueeze(-1)
+
+    def _read_writes(
+        self, run: Decomposition, block: PathBlock, positions: Any
+    ) -> Float[Tensor, "sender batch pos d_model"]:
+        """Return what the senders write to the stream that the receivers read."""
+        senders, receivers = block.senders, block.receivers
+        before = run.sublayers
+        if receivers is not None:
+            before = run.before(receivers.layer, receivers.kind)
+        parts = run.parts_before(run.of(senders.layer, senders.kind), len(before))
+        written = [x.written(senders, positions) for x in parts]
+        return sum(written[1:], written[0])
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]

@@ -11,7 +11,7 @@ import torch
 from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import bridge, cross_layer_of, hooked, imitated, three_layers
 
-from attn_only_lens import load, save
+from attn_only_lens import expose_neuron_heads, load, save
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.transcoders import attach, fidelity
 
@@ -205,7 +205,7 @@ def test_layers_run_in_one_pass_of_the_model():
         def again(y, hook):
             mlp(x)
 
-        with pytest.raises(UnsupportedCallError, match="layer 1 ran twice"):
+        with pytest.raises(UnsupportedCallError, match="layer 1 ran twice, or another pass"):
             model.run_with_hooks(prompt, fwd_hooks=[("blocks.1.hook_mlp_out", again)])
         expected, inner = model(prompt), []
 
@@ -218,6 +218,31 @@ def test_layers_run_in_one_pass_of_the_model():
         assert torch.equal(got, expected)  # a hook may run the model
         assert torch.equal(inner[0], model(prompt.flip(0)))
 
+        def wrapped(y, hook):
+            if len(inner) < 2:
+                inner.append(None)
+                model.original_model(prompt.flip(0))
+
+        with pytest.raises(UnsupportedCallError, match="layer 2 ran twice, or another pass"):
+            model.run_with_hooks(prompt, fwd_hooks=[("blocks.1.hook_mlp_out", wrapped)])
+        with pytest.raises(UnsupportedCallError, match="not a block, or the model that it wraps"):
+            model.original_model(prompt)
+
+
+@pytest.mark.parametrize("make", [three_layers, lambda: bridge("gemma2")])
+def test_generation(make):
+    model, prompt = make(), tokens(batch=1)
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    plain = model.generate(prompt, **options)
+    transcoders = cross_layer_of(model)
+    with attach(model, transcoders):
+        assert torch.equal(model.generate(prompt, **options), plain)
+    with attach(model, transcoders, error="zero"), torch.no_grad():
+        got, expected = model.generate(prompt, **options), prompt
+        for _ in range(3):
+            expected = torch.cat([expected, model(expected)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(got, expected)
+
 
 def test_saved_models_keep_their_later_writes(tmp_path):
     model, prompt = three_layers(), tokens()
@@ -229,3 +254,12 @@ def test_saved_models_keep_their_later_writes(tmp_path):
         loaded = load(tmp_path / "x")
         assert relative(loaded(prompt), expected) < 1e-12
     assert torch.equal(loaded.blocks[0].mlp.W_later, transcoders[0].W_later)
+
+
+def test_a_comparison_without_heads_is_refused():
+    model = three_layers()
+    with (
+        attach(model, cross_layer_of(model)),
+        pytest.raises(UnsupportedModelError, match="whose features write to several layers"),
+    ):
+        expose_neuron_heads(model, check=tokens())

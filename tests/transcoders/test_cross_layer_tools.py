@@ -22,6 +22,7 @@ from patched_runs import node_outputs, others_held
 
 from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
 from attn_only_lens.transcoders import attach
 
 pytestmark = [
@@ -276,3 +277,172 @@ def test_oracles_are_nontrivial(case):
     x, transcoder = case.runs[0][0]["x"], case.transcoders[0]
     z = case.runs[0][0]["q"] * case.runs[0][0]["w"]
     assert torch.equal(imitated(x, transcoder)[1], z)
+
+
+def edge_sums(graph):
+    """Return the largest error of sums into nodes, and of sums out of nodes."""
+    nodes, into = graph.nodes.set_index("id"), graph.inflow()
+    out = graph.edges.groupby("source")["weight"].sum()
+    shared = out.index.intersection(nodes.index[nodes["layer"].notna()])
+    errors = (into - nodes["attribution"].loc[into.index]).abs().max()
+    return errors, (out[shared] - nodes["attribution"].loc[shared]).abs().max()
+
+
+def test_graphs_of_a_difference_add_up(case):
+    with attach(case.model, case.transcoders) as model:
+        contrast = Contrast(CLEAN[:1], CORRUPTED[:1], METRIC)
+        graph = circuits.attribution_graph(model, contrast, mass=1)
+    into, out = edge_sums(graph)
+    nodes = graph.nodes.set_index("id")
+    size = max(nodes["attribution"].abs().max(), case.model(CLEAN).abs().max().item())
+    rounding = max(1e-12, case.rounding / 10) * size  # Gemma 2 has norms in float32
+    assert into < rounding
+    assert out < rounding
+    assert nodes["kind"].eq("feature").sum() > 20
+    assert graph.inflow()["metric"] == pytest.approx(graph.value, abs=rounding)
+    clean, corrupted = (case.metric(x[:1]).item() for x in (CLEAN, CORRUPTED))
+    assert graph.value == pytest.approx(clean - corrupted, abs=rounding)
+
+
+def test_graphs_of_one_run_add_up(case):
+    with attach(case.model, case.transcoders) as model:
+        graph = circuits.attribution_graph(model, Contrast(CLEAN[:1], None, METRIC), mass=1)
+    into, _ = edge_sums(graph)
+    nodes = graph.nodes.set_index("id")
+    assert into < max(1e-12, case.rounding / 10) * nodes["attribution"].abs().max()
+    assert graph.inflow()["metric"] == pytest.approx(case.metric(CLEAN[:1]).item(), rel=1e-5)
+
+
+def test_sums_in_float32():
+    model = three_layers().float()
+    transcoders = cross_layer_of(model, dtype=torch.float32)
+    with attach(model, transcoders):
+        for corrupted in (CORRUPTED[:1], None):
+            contrast = Contrast(CLEAN[:1], corrupted, METRIC)
+            graph = circuits.attribution_graph(model, contrast, mass=1)
+            nodes = graph.nodes
+            assert max(edge_sums(graph)[: 1 + (corrupted is not None)]) < 1e-6 * max(
+                nodes["attribution"].abs().sum(), abs(graph.value)
+            )
+
+
+def entering(case, cache, changes, layer):
+    """Return the change of a transcoder's input if earlier outputs change; GPT-2's norm is held."""
+    norm = case.model.blocks[layer].ln2.original_component
+    delta = sum(change for written, change in changes.items() if written < layer)
+    centred = delta - delta.mean(-1, keepdim=True)
+    return centred / cache[f"blocks.{layer}.ln2.hook_scale"] * norm.weight.detach()
+
+
+@pytest.mark.parametrize("part", ["z", "value"])
+def test_path_patch(part):
+    """A receiver reads all writes before it; its change is written to all later layers."""
+    case = oracle("gpt2")
+    cache = case.model.run_with_cache(CORRUPTED)[1]
+    senders, receivers = [*case.names(0, 3), *case.names(1, 3)], [*case.names(1, 4), *case.names(2)]
+    position, expected, near = CLEAN.shape[1] - 1, {}, {}
+    for sender in senders:
+        written = case.written(sender)
+        for change in written.values():
+            change[:, :position] = 0
+        expected[sender, "logits"] = logits_after(case, cache, written)
+        for receiver in receivers:
+            layer, feature = map(int, receiver.removeprefix("L").split("F"))
+            if layer <= min(written):
+                continue
+            for result, changes in ((expected, written), (near, dict([min(written.items())]))):
+                q, w = (case.runs[1][layer][key] for key in "qw")
+                change = entering(case, cache, changes, layer) @ case.transcoders[layer].W_enc
+                new_w = active(q + change, case.transcoders[layer]).to(w) if part == "z" else w
+                dz = (new_w * (q + change) - w * q)[..., feature, None]
+                moved = {i: dz * row for i, row in case.decoders(receiver).items()}
+                result[sender, receiver] = case.metric(CORRUPTED, moved).mean().item()
+    with attach(case.model, case.transcoders) as model:
+        edges = p.Edges(p.Sites(senders, positions=position), [*receivers, "logits"], part=part)
+        sweep = p.path_patch(model, CONTRAST, edges)
+    rows = sweep.frame.set_index(["sender", "receiver"])["value"]
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    assert len(rows) == len(expected)
+    for key, value in expected.items():
+        assert abs(rows[key] - value) < case.rounding * span, key
+    # control: the sender's later writes count
+    assert max(abs(near[key] - expected[key]) for key in near) > 1e-4 * span
+
+
+def logits_after(case, cache, changes):
+    """Return the mean metric if the last norm reads all changes, with its scale held."""
+    norm, delta = case.model.ln_final.original_component, sum(changes.values())
+    centred = delta - delta.mean(-1, keepdim=True)
+    more = (centred / cache["ln_final.hook_scale"] * norm.weight.detach())[:, -1]
+    W_U = case.model.unembed.original_component.weight.detach()
+    effect = more @ (W_U[CORRECT] - W_U[WRONG])
+    return (case.metric(CORRUPTED) + effect).mean().item()
+
+
+def test_edges_between_features_are_what_their_weights_say():
+    """In one run, an edge is the target's slope times its encoder times what the source writes."""
+    case, position = oracle("gpt2"), CLEAN.shape[1] - 1
+    cache = case.model.run_with_cache(CLEAN[:1])[1]
+    with attach(case.model, case.transcoders) as model:
+        graph = circuits.attribution_graph(model, Contrast(CLEAN[:1], None, METRIC), mass=1)
+    slopes = graph.nodes.set_index("id")["gradient"]
+    edges = graph.edges[graph.edges["kind"] == "value"].set_index(["source", "target"])["weight"]
+    checked = far = 0
+    run = case.runs[0]
+    for (source, target), weight in edges.items():
+        ends = [x.partition("@") for x in (source, target)]
+        if any("F" not in name for name, *_ in ends) or int(ends[0][2]) != position:
+            continue
+        layer, feature = map(int, ends[1][0].removeprefix("L").split("F"))
+        start, index = map(int, ends[0][0].removeprefix("L").split("F"))
+        z = (run[start]["q"] * run[start]["w"])[:1, :, index, None]
+        written = {i: z * row for i, row in case.decoders(ends[0][0]).items()}
+        change = entering(case, cache, written, layer) @ case.transcoders[layer].W_enc
+        gate = run[layer]["w"][0, position, feature]
+        expected = slopes[target] * gate * change[0, position, feature]
+        assert weight == pytest.approx(expected.item(), rel=1e-8, abs=1e-12)
+        checked += 1
+        far += layer - start > 1
+    assert checked > 100
+    assert far > 20
+
+
+def test_paths_add_up():
+    case = oracle("gpt2")
+    with attach(case.model, case.transcoders, error="zero") as model:
+        expansion = circuits.path_expansion(model, Contrast(CLEAN[:1], None, METRIC))
+        paths, effects = expansion.paths(10**7), expansion.effects()["effect"]
+        total = expansion.logits.sum(0)
+        with torch.no_grad():
+            assert (total - model(CLEAN[:1])).abs().max() < 1e-10
+    for hops in (1, 2):
+        assert paths[paths["hops"] == hops]["effect"].sum() == pytest.approx(
+            effects[hops], rel=1e-8
+        )
+
+
+def test_score_sources_add_up():
+    """The call itself tests that sources add up; the oracle is one source's writes."""
+    case, name = oracle("gpt2"), oracle("gpt2").names(2, 1)[0]
+    layer, feature = map(int, name.removeprefix("L").split("F"))
+    source = case.names(0, 1)[0]
+    cache, position = case.model.run_with_cache(CLEAN[:1])[1], CLEAN.shape[1] - 1
+    index = int(source.split("F")[1])
+    z = (case.runs[0][0]["q"] * case.runs[0][0]["w"])[:1, :, index, None]
+    written = {i: z * row for i, row in case.decoders(source).items()}
+    expected = entering(case, cache, written, layer) @ case.transcoders[layer].W_enc
+    with attach(case.model, case.transcoders) as model:
+        frame = circuits.score_sources(model, CLEAN[:1], name)
+    share = frame.set_index("name")["share"][source]
+    assert share == pytest.approx(expected[0, position, feature].item(), rel=1e-8)
+
+
+def test_tools_of_weights_are_refused_or_count_all_writes():
+    case = oracle("gpt2")
+    with attach(case.model, case.transcoders) as model:
+        for call in (
+            lambda: circuits.composition(model, ["L0F3"], ["L1F5"], kind="v"),
+            lambda: circuits.token_circuit(model, "L0F3", "ov"),
+        ):
+            with pytest.raises(InputError, match="whose features write to several layers"):
+                call()

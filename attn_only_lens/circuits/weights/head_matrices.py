@@ -18,7 +18,7 @@ If `fold_norms` is True, norms are folded into the matrices (`models/norms.py`).
 matrices are converted to float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxtyping import Float
@@ -37,7 +37,7 @@ from attn_only_lens.engine.sites import (
 from attn_only_lens.engine.writes import norms_of
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import WIDE_KINDS
+from attn_only_lens.heads.host import WIDE_KINDS, later_write_reasons
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 
 Kind = Literal["q", "k", "v"]
@@ -108,6 +108,9 @@ class HeadMatrices:
         """Return write matrices, [site, d_model, d_model] or (for neurons) [site, 1, d_model]."""
         _require_weights(sites)
         first, last = self._norms_around(sites)
+        if sites.kind == "feature":
+            reasons = later_write_reasons(self.model, "a matrix of weights that a head writes with")
+            InputError.raise_if(reasons, "these features have no single matrix of weights")
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
             return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
@@ -130,7 +133,13 @@ class HeadMatrices:
             return last.after(z @ float32_if_half(W_skip.detach()))
         if sites.kind == "attention":
             return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
-        return last.after(z * self._rows(sites))
+        host, index = host_of(self.model), sites.index
+        return sum(
+            self._norms_around(replace(sites, layer=layer))[1].after(
+                z * float32_if_half(W[index.to(W.device)].detach()).to(z.device)
+            )
+            for layer, W in enumerate(host.neurons[sites.layer].decoders, sites.layer)
+        )
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
