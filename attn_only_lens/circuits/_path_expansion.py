@@ -270,7 +270,10 @@ class _RankedPaths:
         # In this map, heads write only what has passed no other head, and only the logits read it.
         some = zip(linear.sublayers, first, strict=True)
         sublayers = tuple(writes.with_outputs(z) for writes, z in some)
-        direct = [sum(x.back(linear.last) for x in writes.everywhere) for writes in sublayers]
+        direct = []
+        for writes in sublayers:
+            own, *later = (x.back(linear.last) for x in writes.everywhere)
+            direct.append(sum(later, own))
         run = replace(linear.run, sublayers=sublayers)
         self._linear, self._block = replace(linear, run=run, multipliers=direct), block
         self._counts = [writes.n_heads for writes in sublayers]
@@ -304,8 +307,9 @@ class _RankedPaths:
             n_before, here = self._linear.n_before(index), slice(key, key + 1)
             for before in range(n_before):
                 parts = self._linear.run.parts_before(self._linear.sublayers[before], n_before)
-                vectors = [x.vectors(x.z[:, key], slice(None), here).to(back) for x in parts]
-                written = sum(vectors[1:], vectors[0])
+                vectors = (x.vectors(x.z[:, key], slice(None), here) for x in parts)
+                first, *later = (x.to(back) for x in vectors)
+                written = sum(later, first)
                 self._largest.add_products(
                     back,
                     written.transpose(0, 1).flatten(1),

@@ -153,8 +153,8 @@ def _sources(
         (sites,) = resolve_sites(run.model, Sites.of_kinds([writes.kind], [writes.layer]))
         names += sites.names
         some = parts.parts_before(writes, len(before))
-        vectors = [x.written(sites, here)[:, 0, 0] for x in some]
-        rows.append(sum(vectors[1:], vectors[0]))
+        own, *later = (x.written(sites, here)[:, 0, 0] for x in some)
+        rows.append(sum(later, own))
         bias = writes.bias[:, position]
         if bias.any():
             bias_name = {"attention": "b_O", "feature": "b_dec"}.get(writes.kind, "b_out")

@@ -404,8 +404,8 @@ def direct_logits(
             differences[key] = _difference(both.of(*key))
         writes, index = differences[key], place.new_tensor([head.index])
         here, index = (x.to(writes.z.device) for x in (place, index))
-        parts = [x.vectors(x.z[:, here, index], index, here) for x in writes.everywhere]
-        written.append(sum(parts[1:], parts[0]).to(runs.logits))
+        own, *later = (x.vectors(x.z[:, here, index], index, here) for x in writes.everywhere)
+        written.append(sum(later, own).to(runs.logits))
     if not written:
         return runs.logits.new_zeros(0, runs.logits.shape[-1])
     final, dtype = SecantNorm.between(both.final), next(model.unembed.parameters()).dtype

@@ -100,8 +100,8 @@ class PathRunner:
         if receivers is not None:
             before = run.before(receivers.layer, receivers.kind)
         parts = run.parts_before(run.of(senders.layer, senders.kind), len(before))
-        written = [x.written(senders, positions) for x in parts]
-        return sum(written[1:], written[0])
+        own, *later = (x.written(senders, positions) for x in parts)
+        return sum(later, own)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]

@@ -20,8 +20,13 @@ from drawn_transcoders import (
 )
 from patched_runs import node_outputs, others_held
 
-from attn_only_lens import Contrast, circuits
+from attn_only_lens import Contrast, HeadName, circuits
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.engine.linear_map import direct_logits
+from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.prompts import prompt_pair
+from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.transcoders import attach
 
@@ -446,3 +451,32 @@ def test_tools_of_weights_are_refused_or_count_all_writes():
         ):
             with pytest.raises(InputError, match="whose features write to several layers"):
                 call()
+
+
+def test_direct_effects_count_all_writes():
+    """A feature's direct effect on two logits is its edge into the metric of a graph."""
+    case, position = oracle("gpt2"), CLEAN.shape[1] - 1
+    names = [name for layer in case.transcoders for name in case.names(layer, 5)]
+    contrast = Contrast(CLEAN[:1], CORRUPTED[:1], METRIC)
+    with attach(case.model, case.transcoders) as model:
+        graph = circuits.attribution_graph(model, contrast, mass=1)
+        runs = run_both(model, prompt_pair(model, CLEAN[:1], CORRUPTED[:1]), decomposed=True)
+        nodes = [(HeadName.parse(name), position) for name in names]
+        logits = direct_logits(model, runs, nodes, [0] * len(nodes))
+    into = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
+    for name, of_node in zip(names, logits, strict=True):
+        expected = into.get(f"{name}@{position}", 0.0)  # edges of 0 are left out
+        got = (of_node[CORRECT] - of_node[WRONG]).item()
+        assert got == pytest.approx(expected, rel=1e-8, abs=1e-10)
+    assert into.filter(like="L0F").abs().sum() > 1e-3
+
+
+def test_promoted_tokens_count_all_writes(case):
+    names = [name for layer in case.transcoders for name in case.names(layer, 5)]
+    with attach(case.model, case.transcoders) as model:
+        matrices = HeadMatrices.of(model, fold_norms=False)
+        for name in names:
+            sites = LayerSites.of([HeadName.parse(name)])
+            got = matrices.outputs(sites, torch.full((1, 1), 1.7, dtype=torch.float64))[0]
+            expected = 1.7 * sum(case.decoders(name).values())
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -7,7 +7,8 @@
     the embedding    writes  W_E
 
 Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
-W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
+W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported, nor is
+what features with several writes, to several layers, write.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of a_2, so
@@ -133,13 +134,13 @@ class HeadMatrices:
             return last.after(z @ float32_if_half(W_skip.detach()))
         if sites.kind == "attention":
             return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
-        host, index = host_of(self.model), sites.index
-        return sum(
-            self._norms_around(replace(sites, layer=layer))[1].after(
-                z * float32_if_half(W[index.to(W.device)].detach()).to(z.device)
-            )
-            for layer, W in enumerate(host.neurons[sites.layer].decoders, sites.layer)
-        )
+        total: Tensor = last.after(z * self._rows(sites))
+        decoders = host_of(self.model).neurons[sites.layer].decoders
+        for layer, W in enumerate(decoders[1:], sites.layer + 1):
+            rows = float32_if_half(W[sites.index.to(W.device)].detach())
+            _, after = self._norms_around(replace(sites, layer=layer))
+            total = total + after.after(z.to(rows.device) * rows).to(total.device)
+        return total
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
