@@ -140,7 +140,8 @@ class SublayerWrites:
 
     def with_outputs(self, z: Float[Tensor, "batch pos head_index d_head"]) -> "SublayerWrites":
         """Return the same writes with other outputs of the heads."""
-        return replace(self, z=z, later=tuple(replace(x, z=z) for x in self.later))
+        later = tuple(replace(x, z=z.to(x.z.device)) for x in self.later)
+        return replace(self, z=z, later=later)
 
     @property
     def n_heads(self) -> int:
@@ -402,11 +403,12 @@ def _with_later_writes(sublayers: Sequence[SublayerWrites]) -> tuple[SublayerWri
     features = {x.layer: x for x in sublayers if x.kind == "feature"}
     result = []
     for writes in sublayers:
+        later = []
         decoders = [] if writes.neurons is None else writes.neurons.decoders[1:]
-        later = [
-            replace(writes, layer=layer, writes=features[layer].writes, matrix=W.detach()[:, None])
-            for layer, W in enumerate(decoders, writes.layer + 1)
-        ]
+        for layer, W in enumerate(decoders, writes.layer + 1):
+            after = features[layer].writes
+            z, matrix = (x.detach().to(after.scale.device) for x in (writes.z, W[:, None]))
+            later.append(replace(writes, layer=layer, writes=after, z=z, matrix=matrix))
         result.append(replace(writes, later=tuple(later)))
     return tuple(result)
 

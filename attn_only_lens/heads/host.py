@@ -327,14 +327,11 @@ def transcoder_reasons(model: object) -> list[str]:
     return ["transcoders replace its MLPs; first call transcoders.detach(model)"]
 
 
-def later_write_reasons(model: Any, what: str) -> list[str]:
-    """Return [error message] if features write to several layers, which `what` does not support."""
+def later_write_reasons(model: Any, so: str) -> list[str]:
+    """Return [error message] if features write to several layers; `so` says what follows."""
     if not has_neuron_heads(model) or not host_of(model).writes_later:
         return []
-    return [
-        f"a cross-layer transcoder is attached, whose features write to several layers; {what} "
-        "supports only features that write to one layer"
-    ]
+    return [f"the features of a cross-layer transcoder write to several layers, so {so}"]
 
 
 def reasons_without_heads(model: object) -> list[str]:

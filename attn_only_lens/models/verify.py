@@ -195,8 +195,8 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
         ]
     else:
         reasons = host_of(converted).reasons()
-        # Without heads, features cannot pass on what they write to later layers.
-        reasons += later_write_reasons(converted, "a comparison with the model without heads")
+        so = "they run only as heads, and cannot be compared with a model without heads"
+        reasons += later_write_reasons(converted, so)
         if source is converted and in_place:
             return reasons
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer

@@ -285,9 +285,11 @@ def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, s
     keys = (f"feature_{end}put_hook", f"hf_hook_point_{end}", f"hf_hook_name{suffix}")
     hooks = []
     for key in (*keys, f"hook_name{suffix}"):
-        if config.get(key):
-            *layer, name = re.split(r"(?<=\.)(\d+)\.", str(config[key]), maxsplit=1)[-2:]
-            hooks.append((int(layer[0]) if layer else None, name))
+        value = config.get(key)
+        names = value if isinstance(value, list) else [value] if value else []
+        for *layer, name in (re.split(r"(?<=\.)(\d+)\.", str(x), maxsplit=1)[-2:] for x in names):
+            # A list has the hook points of all layers of a cross-layer transcoder.
+            hooks.append((int(layer[0]) if layer and len(names) == 1 else None, name))
     return next((hook for hook in hooks if hook[1] in known), (hooks or [(None, None)])[0])
 
 

@@ -260,6 +260,6 @@ def test_a_comparison_without_heads_is_refused():
     model = three_layers()
     with (
         attach(model, cross_layer_of(model)),
-        pytest.raises(UnsupportedModelError, match="whose features write to several layers"),
+        pytest.raises(UnsupportedModelError, match="they run only as heads"),
     ):
         expose_neuron_heads(model, check=tokens())

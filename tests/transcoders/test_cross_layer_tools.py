@@ -318,6 +318,36 @@ def test_graphs_of_one_run_add_up(case):
     assert graph.inflow()["metric"] == pytest.approx(case.metric(CLEAN[:1]).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "reads"), [("gemma2", "input"), ("olmo2", "stream"), ("gptj", "input")]
+)
+def test_norms_after_mlps_and_parallel_layers(name, reads):
+    """Later writes pass the norm after the MLP that they are added to."""
+    model = bridge(name)
+    with attach(model, cross_layer_of(model, reads=reads)), torch.no_grad():
+        contrast = Contrast(CLEAN[:1], CORRUPTED[:1], METRIC)
+        for some in (contrast, Contrast(CLEAN[:1], None, METRIC)):
+            graph = circuits.attribution_graph(model, some, mass=1)
+            size = max(graph.nodes["attribution"].abs().max(), model(CLEAN).abs().max().item())
+            assert max(edge_sums(graph)[: 1 + (some is contrast)]) < 1e-6 * size
+            assert graph.nodes["kind"].eq("feature").sum() > 10
+        sweep = p.activation_patch(model, contrast, sites=p.Sites("features", layers=0))
+        runs = [model.run_with_cache(x)[1] for x in (CLEAN[:1], CORRUPTED[:1])]
+        point, rows = "blocks.0.mlp.hook_neuron_act", sweep.frame
+        change = (rows["value"] - sweep.corrupted_value).abs()
+        assert change.nlargest(7).min() > 1e-4
+        for row in rows.loc[change.nlargest(7).index].itertuples():
+            feature, position = int(row.name.removeprefix("L0F")), row.position
+
+            def put(z, hook, feature=feature, position=position):
+                z = z.clone()
+                z[:, position, feature] = runs[0][point][:, position, feature]
+                return z
+
+            logits = model.run_with_hooks(CORRUPTED[:1], fwd_hooks=[(point, put)])[0, -1]
+            assert row.value == pytest.approx((logits[CORRECT] - logits[WRONG]).item(), abs=1e-5)
+
+
 def test_sums_in_float32():
     model = three_layers().float()
     transcoders = cross_layer_of(model, dtype=torch.float32)
@@ -449,7 +479,7 @@ def test_tools_of_weights_are_refused_or_count_all_writes():
             lambda: circuits.composition(model, ["L0F3"], ["L1F5"], kind="v"),
             lambda: circuits.token_circuit(model, "L0F3", "ov"),
         ):
-            with pytest.raises(InputError, match="whose features write to several layers"):
+            with pytest.raises(InputError, match="no single row of output weights"):
                 call()
 
 

@@ -128,7 +128,13 @@ def test_circuit_tracer_computes_the_same(tmp_path, threshold):
 def test_gemma_scope_2_computes_the_same(tmp_path, one_file):
     stored = gemma_scope_2()
     if one_file:
-        write(tmp_path, stored, "params.safetensors", config_json=GEMMA)
+        hooks = {
+            f"hf_hook_point_{end}": [
+                f"model.layers.{i}.{norm}_feedforward_layernorm.output" for i in range(L)
+            ]
+            for end, norm in (("in", "pre"), ("out", "post"))
+        }
+        write(tmp_path, stored, "params.safetensors", config_json=GEMMA | hooks)
     for layer in range(L if not one_file else 0):
         of_layer = {key: x[layer].contiguous() for key, x in stored.items()}
         write(tmp_path, of_layer, f"params_layer_{layer}.safetensors", config_json=GEMMA)
@@ -145,7 +151,10 @@ def test_gemma_scope_2_computes_the_same(tmp_path, one_file):
         lambda layer, x: x @ skip[layer],
     )
     assert (stored["threshold"] < 0).any()
-    compare(t.load(tmp_path, dtype=torch.float64, **INPUT), *expected)
+    loaded = t.load(tmp_path, dtype=torch.float64, **({} if one_file else INPUT))
+    compare(loaded, *expected)
+    assert loaded[1].reads == "input"
+    assert loaded[1].after_norm
 
 
 @pytest.mark.parametrize("per_entry", [True, False])

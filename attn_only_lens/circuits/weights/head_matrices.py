@@ -7,8 +7,8 @@
     the embedding    writes  W_E
 
 Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
-W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported, nor is
-what features with several writes, to several layers, write.
+W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
+Features of cross-layer transcoders write with several rows, so they have no write matrix.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of a_2, so
@@ -41,6 +41,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import WIDE_KINDS, later_write_reasons
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 
+_NO_MATRIX = "these nodes have no matrices of weights"
 Kind = Literal["q", "k", "v"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -110,8 +111,8 @@ class HeadMatrices:
         _require_weights(sites)
         first, last = self._norms_around(sites)
         if sites.kind == "feature":
-            reasons = later_write_reasons(self.model, "a matrix of weights that a head writes with")
-            InputError.raise_if(reasons, "these features have no single matrix of weights")
+            so = "they have no single row of output weights; use a graph or patches"
+            InputError.raise_if(later_write_reasons(self.model, so), _NO_MATRIX)
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
             return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
@@ -189,4 +190,4 @@ def heads_with_matrices(model: Any, sites: SomeSites, problem: str) -> tuple[Lay
 
 
 def _require_weights(sites: LayerSites) -> None:
-    InputError.raise_if(wide_reasons([sites]), "these nodes have no matrices of weights")
+    InputError.raise_if(wide_reasons([sites]), _NO_MATRIX)

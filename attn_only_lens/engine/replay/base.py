@@ -339,7 +339,8 @@ class Replay(ABC):
         """An estimate of the largest number of floats per token during a forward pass."""
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
-        return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
+        later = 2 * len(self.recording.later) * d_model
+        return 5 * d_model + later + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
         """Estimate the largest number of floats in memory for one variant, without logits."""
