@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,11 @@ _AFTER_NORM = {
     "mlp.hook_out": False,
     "post_feedforward_layernorm.output": True,
 }
-_SHIPPED = "small-english"
-_SHIPPED_FOLDER = ("pretrained", "data", "small_english", "transcoders", "weights")
+SHIPPED = MappingProxyType(
+    {"small-english": "transcoders", "small-english-cross-layer": "cross_layer"}
+)
+"""The names of the transcoders that ship with Small English, with their folders."""
+_SHIPPED_FOLDER = ("pretrained", "data", "small_english")
 _WEIGHTS = (".safetensors", ".npz")
 _NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # from SAELens
 _LAYER = re.compile(r"layers?[_.](\d+)")
@@ -98,7 +102,8 @@ def load(
     """Load transcoders from one file, or from a folder with one file per layer.
 
     "small-english" loads the transcoders that ship with this model: JumpReLU transcoders of each
-    MLP's input (the output of the norm, including its gain), stored in float16.
+    MLP's input (the output of the norm, including its gain), stored in float16. For the same model,
+    "small-english-cross-layer" loads a cross-layer transcoder.
 
     The keys, the config and the shapes in a file identify its format. Pickles are never read. These
     formats are supported:
@@ -128,7 +133,7 @@ def load(
     the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
-        path: a file or a folder, or "small-english".
+        path: a file or a folder, "small-english" or "small-english-cross-layer".
         layers: the layers to load; None for all. If neither the config nor the file's name (for a
             folder, its name and the names inside) has the layer, pass it here, such as [3].
         reads: "stream", "normalized" or "input", if the settings do not name the input.
@@ -161,8 +166,9 @@ def load(
         reason = f"got layers={layers!r}; expected layer numbers, such as [3]"
         raise InputError([reason], "these transcoders cannot be loaded")
     device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
-    if path == _SHIPPED and not os.path.lexists(path):
-        shipped = resources.files("attn_only_lens").joinpath(*_SHIPPED_FOLDER)
+    if isinstance(path, str) and path in SHIPPED and not os.path.lexists(path):
+        inside = *_SHIPPED_FOLDER, SHIPPED[path], "weights"
+        shipped = resources.files("attn_only_lens").joinpath(*inside)
         with resources.as_file(shipped) as folder:
             return load(folder, layers=layers, reads=reads, device=device, dtype=dtype)
     path = as_path(path)
