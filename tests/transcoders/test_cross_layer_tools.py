@@ -165,6 +165,24 @@ def test_patches_reach_all_layers(case, part):
     assert every.frame["name"].nunique() == FEATURES * len(layers)
 
 
+def test_patches_of_one_prompt():
+    """Runs that start in different layers must not share what skipped layers wrote.
+
+    With several prompts, their rows could not be added at all.
+    """
+    case, position = oracle("gpt2"), CLEAN.shape[1] - 1
+    names = [name for layer in case.transcoders for name in case.names(layer)]
+    with attach(case.model, case.transcoders) as model:
+        contrast = Contrast(CLEAN[:1], CORRUPTED[:1], METRIC)
+        sweep = p.activation_patch(model, contrast, sites="features")
+    rows = sweep.frame.set_index(["name", "position"])["value"]
+    for name in names:
+        changes = {layer: change[:1] for layer, change in case.written(name).items()}
+        for place in (1, position):
+            expected = case.metric(CORRUPTED[:1], changes, [place]).item()
+            assert rows[name, place] == pytest.approx(expected, abs=1e-9)
+
+
 def test_patches_of_a_replacement_model(case):
     """Without errors, later features also change; the oracle is a hook in a full run."""
     names = [name for layer in range(len(case.model.blocks)) for name in case.names(layer, 3)]
