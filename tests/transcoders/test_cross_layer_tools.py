@@ -28,6 +28,7 @@ from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.prompts import prompt_pair
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching import repairs
 from attn_only_lens.transcoders import attach
 
 pytestmark = [
@@ -219,18 +220,49 @@ def test_estimates_with_repairs(case, method):
     assert both["value"].corr(both["value_2"]) > 0.9
 
 
-def test_gradients_are_autograd(case):
+def kept_with_gradients(case, points):
+    """Return activations of the corrupted run, which hold the gradients of the mean metric."""
     kept = {}
 
     def keep(out, hook):
         kept[hook.name] = out
         out.retain_grad()
 
-    points = {layer: f"blocks.{layer}.{case.writes}" for layer in case.transcoders}
-    with torch.enable_grad(), case.model.hooks(fwd_hooks=[(x, keep) for x in points.values()]):
+    with torch.enable_grad(), case.model.hooks(fwd_hooks=[(x, keep) for x in points]):
         logits = case.model(CORRUPTED)[:, -1]
         (logits[:, CORRECT] - logits[:, WRONG]).mean().backward()
     case.model.zero_grad()
+    return kept
+
+
+def test_repair_keys_add_up_all_writes(monkeypatch):
+    """key = Σ a² ‖g‖ / ‖x‖ over the layers that a feature writes to (`patching/repairs.py`)."""
+    case, keys, compute = oracle("gpt2"), [], repairs.repair_keys
+
+    def look(*args):
+        keys.append(compute(*args))
+        return keys[-1]
+
+    monkeypatch.setattr(f"{repairs.__package__}.estimator.repair_keys", look)
+    with attach(case.model, case.transcoders) as model:
+        sweep = p.attribution(model, CONTRAST, sites=p.Sites("features", layers=0))
+    kept = kept_with_gradients(case, [f"blocks.{i}.mlp.hook_out" for i in range(3)])
+    streams = case.model.run_with_cache(CORRUPTED)[1]
+    frame = sweep.frame.assign(key=keys[-1].numpy()).set_index(["name", "position"])
+    for name in case.names(0):
+        dz, key = case.change_of_z(name), 0.0
+        for layer, row in case.decoders(name).items():
+            slope = kept[f"blocks.{layer}.mlp.hook_out"].grad.norm(dim=-1)
+            slope = slope / streams[f"blocks.{layer}.hook_resid_post"].norm(dim=-1)
+            key = key + dz.square() * row.square().sum() * slope
+        for position in range(1, CLEAN.shape[1]):
+            got = frame["key"][name, position]
+            assert got == pytest.approx(key[:, position].sum().item(), rel=1e-9)
+
+
+def test_gradients_are_autograd(case):
+    points = {layer: f"blocks.{layer}.{case.writes}" for layer in case.transcoders}
+    kept = kept_with_gradients(case, points.values())
     names = [name for layer in points for name in case.names(layer)]
     with attach(case.model, case.transcoders) as model:
         method = p.Estimate("gradient", budget=0)
