@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import POSITIVE, one_of, whole
+from attn_only_lens.devices import added
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.held_run import HeldRun
@@ -270,10 +271,7 @@ class _RankedPaths:
         # In this map, heads write only what has passed no other head, and only the logits read it.
         some = zip(linear.sublayers, first, strict=True)
         sublayers = tuple(writes.with_outputs(z) for writes, z in some)
-        direct = []
-        for writes in sublayers:
-            own, *later = (x.back(linear.last) for x in writes.everywhere)
-            direct.append(sum(later, own))
+        direct = [added(x.back(linear.last) for x in writes.everywhere) for writes in sublayers]
         run = replace(linear.run, sublayers=sublayers)
         self._linear, self._block = replace(linear, run=run, multipliers=direct), block
         self._counts = [writes.n_heads for writes in sublayers]
@@ -308,8 +306,7 @@ class _RankedPaths:
             for before in range(n_before):
                 parts = self._linear.run.parts_before(self._linear.sublayers[before], n_before)
                 vectors = (x.vectors(x.z[:, key], slice(None), here) for x in parts)
-                first, *later = (x.to(back) for x in vectors)
-                written = sum(later, first)
+                written = added(vectors).to(back)
                 self._largest.add_products(
                     back,
                     written.transpose(0, 1).flatten(1),

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.devices import added
 from attn_only_lens.engine.edits import neuron_variants, writes_of
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.replay import Variants
@@ -100,8 +101,7 @@ class PathRunner:
         if receivers is not None:
             before = run.before(receivers.layer, receivers.kind)
         parts = run.parts_before(run.of(senders.layer, senders.kind), len(before))
-        own, *later = (x.written(senders, positions) for x in parts)
-        return sum(later, own)
+        return added(x.written(senders, positions) for x in parts)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]
