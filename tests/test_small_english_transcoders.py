@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import attn_only_lens as lens
-from attn_only_lens import load, pretrained
+from attn_only_lens import Contrast, load, neurons, pretrained, viz
+from attn_only_lens import patching as p
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english" / "transcoders"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
@@ -143,3 +144,25 @@ def test_the_cross_layer_transcoder_imitates_the_mlps_on_held_out_texts():
         error, y = torch.cat(errors[layer]), torch.cat(outputs[layer])
         fvu = (error.square().sum() / (y - y.mean(0)).square().sum()).item()
         assert fvu == pytest.approx(metrics["fvu"][layer], rel=0.25)
+
+
+def test_pages_of_features_that_write_to_several_layers(tmp_path):
+    """A circuit's graph is that of its own run; a page says why it has no connections."""
+    model = load("small-english")
+    keys = Contrast(
+        "The keys near the cabinet", "The key near the cabinet", p.logit_diff(" are", " is")
+    )
+    with lens.transcoders.attach(model, lens.transcoders.load("small-english-cross-layer")):
+        why = lens.explain(model, keys, strong=0.2)
+        names = [name for name in why.does if "F" in name]
+        assert len({name[:2] for name in names}) > 1  # features of several layers
+        into = why.graph.inflow()
+        attributions = why.graph.nodes.set_index("id")["attribution"].loc[into.index]
+        assert (into - attributions).abs().max() < 1e-5 * attributions.abs().sum()
+        feature = names[0].partition("@")[0]
+        page = viz.neuron_page(model, [feature], neurons.Corpus(TEXTS[:20]))
+        assert "Connections are left out: the features of a cross-layer transcoder" in page
+        assert "It writes" in page
+        why.graph.save(tmp_path / "graph.json", format="neuronpedia")
+        nodes = json.loads((tmp_path / "graph.json").read_text("utf-8"))["nodes"]
+        assert "cross layer transcoder" in {node["feature_type"] for node in nodes}
