@@ -57,9 +57,8 @@ class FeatureMLP(nn.Module):
         self.b_out = nn.Parameter(transcoder.b_dec, requires_grad=False)
         self.register_buffer("threshold", transcoder.threshold)
         self.register_buffer("W_skip", transcoder.W_skip)
-        self.W_later = transcoder.W_later
-        if self.W_later is not None:
-            self.W_later = nn.Parameter(self.W_later, requires_grad=False)
+        later = transcoder.W_later
+        self.W_later = None if later is None else nn.Parameter(later, requires_grad=False)
         self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
         self.original, self.has_error, self.was_exposed = original, error, False
         self._options = transcoder.options()
@@ -121,8 +120,8 @@ class FeatureMLP(nn.Module):
         if heads is None and self.was_exposed:
             raise UnsupportedCallError("features that write to later layers run only as heads")
         self.was_exposed = heads is not None
-        nothing = LaterWrites({})
-        writes = None if heads is None else heads.passing.values.get(LATER_WRITES, nothing)
+        outside = LaterWrites({})  # outside a pass of the model, no earlier layer has run
+        writes = None if heads is None else heads.passing.values.get(LATER_WRITES, outside)
         if writes is None:  # attach tests this module alone, before and after it has heads
             return 0.0, 0.0
         layer = heads.layer

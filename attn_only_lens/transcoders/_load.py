@@ -331,7 +331,10 @@ def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Trans
     if file.holds_all_layers and layout != GEMMA_SCOPE_2:
         layout = CROSSLAYER_TRANSCODER
     tensors = rename(tensors, layout)
-    if tensors["W_dec"].ndim > 2 and file.layer is not None:
+    if tensors["W_dec"].ndim > 2:
+        if file.layer is None:
+            reason = "it is a layer of a cross-layer transcoder, and does not say which"
+            raise InputError([reason], PROBLEM)
         tensors = split_decoder(tensors, layout, file.layer)
     if layout != CIRCUIT_TRACER and "threshold" in tensors:
         # These formats compute relu(q) 1[q > θ], so a negative θ is the same as 0.

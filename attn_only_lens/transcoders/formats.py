@@ -104,7 +104,7 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
         axes |= {"W_enc.T": [d_features, d_model], "W_skip.T": [d_model, d_model]}
         axes |= {"W_dec": [d_features, d_model], "b_enc": [d_features], "threshold": [d_features]}
         (decoder,) = (tensors[key] for key, name in keys.items() if name == "W_dec")
-        if decoder.ndim == 3:
+        if decoder.ndim == 3 and layout not in (GEMMA_SCOPE, SAELENS):
             axes["W_dec"].insert(1, decoder.shape[1])
         reasons += [
             f"got {key} of shape {list(tensors[key].shape)}; {layout} has {axes[name]}, because "

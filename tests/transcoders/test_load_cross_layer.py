@@ -212,6 +212,13 @@ def test_refusals(tmp_path):
     write(tmp_path / "b", {**negative, "threshold_1": -random(F).abs()}, "W_enc_1.safetensors")
     refused(tmp_path / "b", "negative thresholds", "set these thresholds to 0")
 
+    of_layer = {"W_enc": random(F, D), "b_enc": random(F), "b_dec": random(D)}
+    write(tmp_path / "g", of_layer | {"W_dec": random(F, 2, D)}, "a.safetensors", config_yaml=CLT)
+    refused(tmp_path / "g", "a layer of a cross-layer transcoder, and does not say which")
+    saelens = of_layer | {"W_enc": random(D, F), "W_dec": random(F, 2, D), "threshold": random(F)}
+    write(tmp_path / "h", saelens, "layer_1.safetensors")
+    refused(tmp_path / "h", "W_dec of shape [13, 2, 7]; SAELens has [13, 7]", **INPUT)
+
     backwards = gemma_scope_2()
     backwards["w_dec"][2, 5, 0] = 1.0
     write(tmp_path / "c", backwards, "params.safetensors")
