@@ -3,7 +3,7 @@
 MPS devices have no float64. The same seed gives different random numbers on different devices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,14 @@ def to_float64_device(x: Tensor) -> Tensor:
     except (RuntimeError, TypeError):  # MPS raises TypeError
         return x.cpu()
     return x
+
+
+def added(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors on any devices, on the device of the first."""
+    total, *others = parts
+    for part in others:
+        total = total + part.to(total.device)
+    return total
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

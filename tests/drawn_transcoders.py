@@ -3,6 +3,8 @@
 The class `Transcoder`, which holds the weights, is all that is used from attn_only_lens.
 """
 
+from dataclasses import replace
+
 import bridges
 import torch
 import transformers
@@ -89,3 +91,21 @@ def layers_of(model, layers=None, **options):
     """Return a transcoder for each layer, or for the given layers."""
     chosen = range(len(model.blocks)) if layers is None else layers
     return {layer: drawn(model.cfg.d_model, seed=layer + 1, **options) for layer in chosen}
+
+
+def cross_layer(n_layers, d_model, scale=1.0, **options):
+    """Return a cross-layer transcoder with random weights: {layer: transcoder}."""
+    result = {}
+    for layer in range(n_layers):
+        transcoder = drawn(d_model, seed=layer + 1, **options)
+        generator = torch.Generator().manual_seed(100 + layer)
+        shape = n_layers - 1 - layer, transcoder.d_features, d_model
+        later = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        later = scale * later / transcoder.d_features**0.5
+        result[layer] = replace(transcoder, W_later=later.to(transcoder.W_dec.dtype))
+    return result
+
+
+def cross_layer_of(model, **options):
+    """Return a cross-layer transcoder that fits a model."""
+    return cross_layer(len(model.blocks), model.cfg.d_model, **options)

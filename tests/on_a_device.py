@@ -20,6 +20,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 from common import D_VOCAB, needs_hooked_transformer, tokens
+from drawn_transcoders import cross_layer_of
 from simulated_device import Float64Forbidden, MixedDevices, SimulatedDevice, set_up
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -39,6 +40,7 @@ from attn_only_lens import (
     neurons,
     save,
     to_stock,
+    transcoders,
     viz,
 )
 from attn_only_lens import patching as p
@@ -331,6 +333,36 @@ def test_other_models(kind):
         return passes(model), [method(model, PAIR, sites=LAST) for method in methods]
 
     twice(SOME[kind], use)
+
+
+def with_features(make, device):
+    """Return a bridge with a cross-layer transcoder, whose features write to both layers."""
+    model = make("gpt2", device)
+    transcoders.attach(model, cross_layer_of(model, dtype=torch.float32, skip=True))
+    return model
+
+
+def features(model):
+    """Patch features, draw graphs with all of them, and find a circuit."""
+    names = p.Sites(["L0F3", "L0F7", "L1F5"], -1)
+    search = circuits.Search(n_random=1)
+    graphs = [circuits.attribution_graph(model, x, top=40) for x in (PAIR, ALONE)]
+    return (
+        model(there(model)).detach(),
+        p.activation_patch(model, PAIR, sites=names).frame,
+        p.attribution(model, PAIR, sites=p.Sites("features", -1), method="secant").frame,
+        p.path_patch(model, PAIR, p.Edges(p.Sites(["L0F3"], -1), ["L1F5", "logits"])).frame,
+        [frame for graph in graphs for frame in (graph.nodes, graph.edges)],
+        circuits.discover(
+            model, PAIR, faithfulness=0.7, method="secant", search=search
+        ).faithfulness,
+    )
+
+
+@of_bridges
+@pytest.mark.parametrize("make", [bridge, split])
+def test_features_that_write_to_several_layers(make):
+    twice(partial(with_features, make), features)
 
 
 @of_bridges

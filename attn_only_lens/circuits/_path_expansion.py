@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import POSITIVE, one_of, whole
+from attn_only_lens.devices import added
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.held_run import HeldRun
@@ -269,8 +270,8 @@ class _RankedPaths:
     def __init__(self, linear: LinearMap, first: tuple[Tensor, ...], k: int, block: int) -> None:
         # In this map, heads write only what has passed no other head, and only the logits read it.
         some = zip(linear.sublayers, first, strict=True)
-        sublayers = tuple(replace(writes, z=z) for writes, z in some)
-        direct = [writes.back(linear.last) for writes in sublayers]
+        sublayers = tuple(writes.with_outputs(z) for writes, z in some)
+        direct = [added(x.back(linear.last) for x in writes.everywhere) for writes in sublayers]
         run = replace(linear.run, sublayers=sublayers)
         self._linear, self._block = replace(linear, run=run, multipliers=direct), block
         self._counts = [writes.n_heads for writes in sublayers]
@@ -301,10 +302,11 @@ class _RankedPaths:
             if not back.any():  # position `end` does not attend to position `key`
                 continue
             back = back.transpose(0, 1).flatten(1)
-            for before in range(self._linear.n_before(index)):
-                writes = self._linear.sublayers[before]
-                outputs, here = writes.z[:, key], slice(key, key + 1)
-                written = writes.vectors(outputs, slice(None), here).to(back)
+            n_before, here = self._linear.n_before(index), slice(key, key + 1)
+            for before in range(n_before):
+                parts = self._linear.run.parts_before(self._linear.sublayers[before], n_before)
+                vectors = (x.vectors(x.z[:, key], slice(None), here) for x in parts)
+                written = added(vectors).to(back)
                 self._largest.add_products(
                     back,
                     written.transpose(0, 1).flatten(1),

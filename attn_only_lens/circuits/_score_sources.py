@@ -29,6 +29,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.arguments import POSITIVE, as_plain, is_count
+from attn_only_lens.devices import added
 from attn_only_lens.engine.gradients import silent_scale_edits
 from attn_only_lens.engine.held_run import HeldPass, HeldRun
 from attn_only_lens.engine.largest import LargestScores
@@ -148,10 +149,12 @@ def _sources(
     here, parts = slice(position, position + 1), run.run
     derivative, own_bias, expected = run.projection(head.layer, head.kind, choose)
     names, rows = ["embed"], [parts.embedding[:, position]]
-    for writes in parts.before(head.layer, head.kind):
+    before = parts.before(head.layer, head.kind)
+    for writes in before:
         (sites,) = resolve_sites(run.model, Sites.of_kinds([writes.kind], [writes.layer]))
         names += sites.names
-        rows.append(writes.written(sites, here)[:, 0, 0])
+        some = parts.parts_before(writes, len(before))
+        rows.append(added(x.written(sites, here)[:, 0, 0] for x in some))
         bias = writes.bias[:, position]
         if bias.any():
             bias_name = {"attention": "b_O", "feature": "b_dec"}.get(writes.kind, "b_out")

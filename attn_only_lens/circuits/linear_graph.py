@@ -293,19 +293,28 @@ class _Sources:
         others[:, real] = 0.0
         self._n_columns, self._rest = [len(real)], [others]
         self._bias = [torch.zeros_like(embedding)]
-        for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
-            outputs = sublayer.z
-            place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
-            node_positions, index = place.T
-            written = sublayer.vectors(outputs[:, node_positions, index], index, node_positions)
-            vectors.append(written.to(embedding))
-            positions += [position for position, _ in nodes]
-            others = outputs.clone()
-            others[:, node_positions, index] = 0.0
+        # Each write has a column. A feature that writes to several layers has several columns.
+        nodes_of_columns = [*range(len(real))]
+        firsts = np.cumsum([len(real), *map(len, chosen)]).tolist()
+        for number, sublayer in enumerate(linear.sublayers):
+            rest, bias = self._rest[-1], self._bias[-1] + sublayer.bias.to(embedding)
+            for source, writes in ((number, sublayer), *linear.run.arriving(number)):
+                nodes, outputs = chosen[source], writes.z
+                place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
+                node_positions, index = place.T
+                written = writes.vectors(outputs[:, node_positions, index], index, node_positions)
+                vectors.append(written.to(embedding))
+                positions += [position for position, _ in nodes]
+                nodes_of_columns += range(firsts[source], firsts[source] + len(nodes))
+                others = outputs.clone()
+                others[:, node_positions, index] = 0.0
+                rest = rest + writes.summed(others).to(embedding)
             self._n_columns.append(len(positions))
-            self._rest.append(self._rest[-1] + sublayer.summed(others).to(embedding))
-            self._bias.append(self._bias[-1] + sublayer.bias.to(embedding))
+            self._rest.append(rest)
+            self._bias.append(bias)
+        self._n_nodes = firsts
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
+        self._nodes = torch.tensor(nodes_of_columns, device=self._vectors.device)
         # the index of each source among the sources at the same position
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()
 
@@ -336,4 +345,7 @@ class _Sources:
             sums = covectors @ vectors.transpose(1, 2) * (positions == here[:, None])
             ends = [(covectors * stream[:, here]).sum(-1) for stream in streams]
         ends[1] = ends[1] + bias.to(sums)
+        if n > self._n_nodes[n_before]:  # add up the writes of each feature
+            by_node = sums.new_zeros(*sums.shape[:2], self._n_nodes[n_before])
+            sums = by_node.index_add(2, self._nodes[:n], sums)
         return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attn_only_lens.engine.prompts import Prompts
 
 _COLUMNS = ("clean", "corrupted", "answer", "wrong")
-_SHIPPED = "small-english"
+_SHIPPED = "small-english", "small-english-cross-layer"  # transcoders
 _NAME_AND_POSITION = re.compile(rf"{NAME.pattern}(@-?\d+)?")
 
 Model = Annotated[
@@ -119,7 +119,7 @@ class HeadOptions(ModelOptions):
         str | None,
         option(
             "a file or folder with transcoders, which replace MLPs: their features become heads; "
-            "small-english has transcoders of this name",
+            "small-english has transcoders of this name, and small-english-cross-layer",
             MODEL,
         ),
     ] = None
@@ -127,7 +127,7 @@ class HeadOptions(ModelOptions):
     def reasons(self) -> list[str]:
         """Return every reason why no model with these transcoders can be loaded."""
         reasons, path = super().reasons(), self.transcoders
-        if path not in (None, _SHIPPED) and not Path(path).exists():
+        if path not in (None, *_SHIPPED) and not Path(path).exists():
             reasons.append(f"--transcoders: there is no file or folder {path}")
         return reasons
 

@@ -8,7 +8,7 @@ added to all heads of the sweep in two ways: by hooks in a full forward pass in 
 gets its recorded input, and by the sweep's own computation. Both must give the same block outputs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -60,38 +60,39 @@ def require_same_edit(
         noise = _noise(2 if part == "pattern" else 1, first, level)
         shown_part: Part = "pattern" if kind in NEURON_KINDS and part == "q" else part
         shown_names = {layer: hook_name(model, layer, shown_part, kind) for layer in untested}
-        edits = [(name, noise) for name in names.values()]
-        whole, shown = _block_outputs(model, recording, edits, shown_names.values())
+        looks = {layer: [name] for layer, name in shown_names.items()}
+        whole, shown = _outputs_by_layer(model, recording, names, noise, looks)
         unclear, ineffective = list[int](), []
         edit = _neuron_edit if kind in NEURON_KINDS else partial(_other_edit, kind)
         blocks = {layer: replay.host.block(layer, kind) for layer in untested}
-        edited = {}
+        rows = list[tuple[int, int, Residual, Residual, Residual]]()
         if kind in NEURON_KINDS:
             heads = replay.host.neurons
             replay.test_mlp_outputs({block: heads[x].output_module for x, block in blocks.items()})
         for layer, block in blocks.items():
-            later = edit(replay, layer, part, first, shown[shown_names[layer]])
-            edited[layer] = torch.cat([recording.streams[block + 1][:, :first], later], dim=1)
+            changed = edit(replay, layer, part, first, shown[shown_names[layer]])
+            for number, later in enumerate(changed, block):  # features may write to later blocks
+                before = recording.streams[number + 1]
+                edited = torch.cat([before[:, :first], later], dim=1)
+                rows.append((layer, number, before, edited, whole[layer][number]))
         errors = _relative_errors(
-            [(edited[x], whole[block]) for x, block in blocks.items()]
-            + [(recording.streams[block + 1], whole[block]) for block in blocks.values()],
+            [(edited, expected) for *_, edited, expected in rows]
+            + [(before, expected) for *_, before, _, expected in rows],
             recording,
         )
-        for layer, error, effect in zip(
-            untested, errors[: len(untested)], errors[len(untested) :], strict=True
+        for (layer, block, before, edited, expected), error, effect in zip(
+            rows, errors[: len(rows)], errors[len(rows) :], strict=True
         ):
-            block = blocks[layer]
-            expected, before = whole[block], recording.streams[block + 1]
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, starting at position {first}, "
                     f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
                     "full run; the output in a sweep would differ from this by "
-                    f"{_largest(edited[layer], expected):.2g}. "
+                    f"{_largest(edited, expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
                 )
-            elif effect < _CLEAR_EFFECT:
+            elif effect < _CLEAR_EFFECT and block == blocks[layer]:
                 unclear.append(layer)
                 if effect <= 1.0:
                     ineffective.append(layer)
@@ -126,10 +127,10 @@ def require_edits_read(
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
     before = _block_outputs(model, recording, (), looked_at)[1] if looked_at else {}
-    edits = [(name, _destroy) for name in names.values()]
-    outputs, after = _block_outputs(model, recording, edits, looked_at)
-    blocks = [host_of(model).block(layer, kind) for layer in names]
-    effects = _relative_errors([(outputs[i], recording.streams[i + 1]) for i in blocks], recording)
+    outputs, after = _outputs_by_layer(model, recording, names, _destroy, looks)
+    blocks = {layer: host_of(model).block(layer, kind) for layer in names}
+    pairs = [(outputs[x][block], recording.streams[block + 1]) for x, block in blocks.items()]
+    effects = _relative_errors(pairs, recording)
     reasons = []
     for (layer, name), effect in zip(names.items(), effects, strict=True):
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
@@ -155,9 +156,8 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     v_names, z_names = (
         {layer: hook_name(model, layer, part) for layer in layers} for part in _VALUE_AND_Z
     )
-    edits = [(name, _destroy_last) for name in v_names.values()]
-    looked_at = [*v_names.values(), *z_names.values()]
-    _, shown = _block_outputs(model, replay.recording, edits, looked_at)
+    looks = {layer: [v_names[layer], z_names[layer]] for layer in layers}
+    _, shown = _outputs_by_layer(model, replay.recording, v_names, _destroy_last, looks)
     reasons = []
     for layer in layers:
         n_heads, n_shared = replay.host.n_heads[layer], shown[v_names[layer]].shape[2]
@@ -221,8 +221,35 @@ def _block_outputs(
     return outputs, shown
 
 
-def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Compute a block's output as a sweep does, with its neurons' activations set to `shown`."""
+def _outputs_by_layer(
+    model: Any,
+    recording: Recording,
+    names: Mapping[int, str],
+    edit: Callable[[Tensor, Any], Tensor],
+    looks: Mapping[int, Sequence[str]],
+) -> tuple[dict[int, list[Residual]], dict[str, Tensor]]:
+    """Run each block with an edit in some layers; return, for each layer, all blocks' outputs.
+
+    One run has the edits of all layers. If features write to later layers, each layer has a run of
+    its own, because the edits of earlier layers would change the outputs of later blocks.
+    """
+    outputs, shown = dict[int, list[Residual]](), dict[str, Tensor]()
+    together = [[layer] for layer in names] if host_of(model).writes_later else [list(names)]
+    for layers in together:
+        edits = [(names[layer], edit) for layer in layers]
+        looked_at = chain(*(looks[layer] for layer in layers))
+        of_blocks, seen = _block_outputs(model, recording, edits, looked_at)
+        outputs, shown = outputs | dict.fromkeys(layers, of_blocks), shown | seen
+    return outputs, shown
+
+
+def _neuron_edit(
+    replay: Replay, layer: int, part: Part, first: int, shown: Tensor
+) -> list[Residual]:
+    """Compute the output of a block as a sweep does, with its neurons' activations set to `shown`.
+
+    With a cross-layer transcoder, also return the outputs of later blocks on recorded inputs.
+    """
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     if part in ("q", "pattern"):
         source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
@@ -230,16 +257,21 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
         source = replace(target, gates=(shown.squeeze(-1), target.weight))
     else:
         source = replace(target, z=shown.squeeze(-1))
-    dz, W_O = change_of_z(target, source, part)[:, first:], heads.W_O.squeeze(-2)
-    variants = neuron_variants(replay, layer, first, dz.to(W_O.dtype) @ W_O)
-    if variants.block > replay.host.block(layer, "neuron"):
-        return variants.stream
-    return replay.block_output(variants)
+    dz = change_of_z(target, source, part)[:, first:]
+    written = [dz.to(W) @ W for W in heads.decoders]
+    variants = neuron_variants(replay, layer, first, written)
+    own = variants.block > replay.host.block(layer, "neuron")
+    outputs = [variants.stream if own else replay.block_output(variants)]
+    for block, added in list(enumerate(written, layer))[1:]:
+        stream, module = replay.recorded_stream(block, first, 1), replay.host.neurons[block]
+        later = Variants(block, first, stream, added=[(module.output_module, added)])
+        outputs.append(replay.block_output(later))
+    return outputs
 
 
 def _other_edit(
     kind: HeadKind, replay: Replay, layer: int, part: Part, first: int, shown: Tensor
-) -> Residual:
+) -> list[Residual]:
     """Compute a block's output as a sweep does, with its heads' activations set to `shown`."""
     name, block = hook_name(replay.model, layer, part, kind), replay.host.block(layer, kind)
     n_heads = shown.shape[1 if part == "pattern" else 2]
@@ -247,7 +279,7 @@ def _other_edit(
     heads = torch.ones(1, n_heads, dtype=torch.bool, device=shown.device)
     hook = attention_edit(shown, part, heads, positions, first)
     stream = replay.recorded_stream(block, first, 1)
-    return replay.block_output(Variants(block, first, stream, [(name, hook)]))
+    return [replay.block_output(Variants(block, first, stream, [(name, hook)]))]
 
 
 def _relative_errors(

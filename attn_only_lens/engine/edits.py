@@ -10,7 +10,8 @@ For each patched part, the new z, on which later blocks depend, is:
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the residual stream changes by Δz times its row of W_O.
+The head's contribution to the residual stream changes by Δz times its row of W_O. A feature of a
+cross-layer transcoder has such a row for each layer to whose MLP output it writes.
 
 For attention heads, the block runs again for a batch of variants (patched copies of the run); a
 hook patches different heads at different positions in each variant. In models with grouped-query
@@ -19,7 +20,7 @@ value is patched, and then the z of all other heads is restored. The result equa
 model where each head has its own keys and values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +56,31 @@ def by_site(
     return chosen.permute(2, 0, 1)
 
 
-def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return patched copies of a run that add `added` to the output of a layer's neurons."""
-    heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
-    n = len(added) // replay.batch
-    if replay.adds_mlp_output(block, heads.output_module):
+def writes_of(
+    decoders: Sequence[Float[Tensor, "head_index d_model"]],
+    change: Float[Tensor, "row pos"],
+    index: Int[Tensor, "row"],
+) -> list[Residual]:
+    """Return what each row's head writes if its z changes: to its layer, then to later layers."""
+    # Decoders are large, so select rows first.
+    return [(change.unsqueeze(-1) * W[index].unsqueeze(1)).to(W.dtype) for W in decoders]
+
+
+def neuron_variants(
+    replay: Replay, layer: int, first: int, written: Sequence[Residual]
+) -> Variants:
+    """Return patched copies of a run that add to the output of a layer's neurons.
+
+    With a cross-layer transcoder, `written` has a second tensor for the next layer, and so on.
+    """
+    block, (own, *later) = replay.host.block(layer, "neuron"), written
+    module, *modules = (x.output_module for x in replay.host.neurons[layer : layer + len(written)])
+    added, n = list(zip(modules, later, strict=True)), len(own) // replay.batch
+    if replay.adds_mlp_output(block, module):
         stream = replay.recorded_stream(block + 1, first, n)
-        return Variants(block + 1, first, stream + added)
+        return Variants(block + 1, first, stream + own, added=added)
     stream = replay.recorded_stream(block, first, n)
-    return Variants(block, first, stream, mlp=heads.output_module, added=added)
+    return Variants(block, first, stream, added=[(module, own), *added])
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:

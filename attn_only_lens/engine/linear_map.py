@@ -38,7 +38,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.devices import on_cpu, to_float64_device
+from attn_only_lens.devices import added, on_cpu, to_float64_device
 from attn_only_lens.engine.gradients import Tape, gradients
 from attn_only_lens.engine.held_run import (
     HeldPass,
@@ -403,8 +403,11 @@ def direct_logits(
         if key not in differences:
             differences[key] = _difference(both.of(*key))
         writes, index = differences[key], place.new_tensor([head.index])
-        here, index = (x.to(writes.z.device) for x in (place, index))
-        written.append(writes.vectors(writes.z[:, here, index], index, here).to(runs.logits))
+        vectors = []
+        for x in writes.everywhere:
+            here, head_index = (number.to(x.z.device) for number in (place, index))
+            vectors.append(x.vectors(x.z[:, here, head_index], head_index, here))
+        written.append(added(vectors).to(runs.logits))
     if not written:
         return runs.logits.new_zeros(0, runs.logits.shape[-1])
     final, dtype = SecantNorm.between(both.final), next(model.unembed.parameters()).dtype
@@ -460,8 +463,11 @@ def _routes(
 
 def _difference(both: SublayerWrites) -> SublayerWrites:
     """Return a sublayer's writes to the residual stream, clean minus corrupted run."""
-    after, bias = SecantNorm.between(both.writes), torch.zeros_like(mean(both.bias))
-    return replace(both, z=_minus(both.z), writes=after, bias=bias)
+    bias = torch.zeros_like(mean(both.bias))
+    own, *later = (
+        replace(x, writes=SecantNorm.between(x.writes), bias=bias) for x in both.everywhere
+    )
+    return replace(own, later=tuple(later)).with_outputs(_minus(both.z))
 
 
 def _minus(both: Tensor) -> Tensor:

@@ -354,12 +354,13 @@ def _require_complete(
 
     if not off(0):
         return
-    last = max(cut for cut in range(len(cuts)) if off(cut))
+    # Features of earlier layers may write past a later block's input, so only cut 0 is complete.
+    last = 0 if host.writes_later else max(cut for cut in range(len(cuts)) if off(cut))
     steps = [
         f"layer {layer}'s {kind} heads"
         for layer in range(host.n_layers)
         for kind in host.kinds(layer)
-        if host.block(layer, kind) == last
+        if host.block(layer, kind) == last or host.writes_later
     ]
     step = " or ".join(steps) or "the final norm"
     reason = (

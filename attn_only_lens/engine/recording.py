@@ -1,9 +1,9 @@
 """Run a model on one set of prompts, or on clean and corrupted prompts, and record activations."""
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,8 +29,8 @@ from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.host import LATER_WRITES, NEURON_KINDS
 
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
@@ -74,6 +74,7 @@ class Recording:
         hooked: the activations at the requested hook points, by hook name.
         key_values: the keys and values of each block, if they were requested and the model is a
             bridge that keeps them.
+        later: what features of a cross-layer transcoder wrote to later layers (`LaterWrites`).
     """
 
     tokens: Tokens
@@ -84,6 +85,7 @@ class Recording:
     neurons: dict[int, NeuronRun]
     hooked: dict[str, Tensor]
     key_values: tuple[tuple[Tensor, Tensor], ...] = ()
+    later: Mapping[tuple[int, int], tuple[Residual, Residual]] = field(default_factory=dict)
 
     def __getitem__(self, rows: slice) -> "Recording":
         """Return a recording that holds only some of this recording's prompts."""
@@ -99,6 +101,7 @@ class Recording:
             },
             hooked={name: value[rows] for name, value in self.hooked.items()},
             key_values=tuple((keys[rows], values[rows]) for keys, values in self.key_values),
+            later={key: (x[rows], unedited[rows]) for key, (x, unedited) in self.later.items()},
         )
 
 
@@ -145,6 +148,7 @@ def record(
     """Run a model once, and record activations."""
     seen: dict[str, Tensor] = {}
     caches: list[Cache] = []
+    later: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     points = _POINTS if gates else ("z",)
     neuron_names = {
         layer: [host_of(model).hook_name(layer, "neuron", point) for point in points]
@@ -159,6 +163,10 @@ def record(
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
 
+    def look_later(module: nn.Module, args: Any, output: Any) -> None:
+        written = host_of(model).passing.values[LATER_WRITES].written
+        later.update({key: (x.detach(), y.detach()) for key, (x, y) in written.items()})
+
     keepers = [(name, partial(keep, name=name)) for name in every_name]
     with ExitStack() as stack:
         streams, extra_outputs = stack.enter_context(record_streams(model))
@@ -167,6 +175,8 @@ def record(
             look_here = of_this_thread(look)
             handle = model.blocks[-1].register_forward_pre_hook(look_here, with_kwargs=True)
             stack.callback(handle.remove)
+        if has_neuron_heads(model) and host_of(model).writes_later:
+            stack.enter_context(model.blocks[-1].register_forward_hook(of_this_thread(look_later)))
         logits = run(model, tokens, mask, [*hooks, *keepers])  # edits come first
     require_seen({name: name for name in every_name}, seen)
     neurons = {}
@@ -177,7 +187,7 @@ def record(
     hooked = {name: seen[name] for name in sorted(names)}
     outputs = tuple(streams), tuple(extra_outputs), logits
     key_values = keys_and_values(caches[0], tokens) if caches else ()
-    recording = Recording(tokens, mask, *outputs, neurons, hooked, key_values)
+    recording = Recording(tokens, mask, *outputs, neurons, hooked, key_values, later)
     require_finite(model, recording)
     return recording
 

@@ -22,7 +22,7 @@ rotations and the softmax are part of the head that reads the stream; the model'
 them (`readers.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,6 +118,8 @@ class SublayerWrites:
         matrix: W_O, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for the other kinds.
+        later: what the features of a cross-layer transcoder add to the stream in later layers, with
+            the same z; `layer` is then the layer that they write to.
     """
 
     layer: int
@@ -129,6 +131,17 @@ class SublayerWrites:
     matrix: Float[Tensor, "head d_head d_model"]
     bias: Residual
     neurons: NeuronHeads | None
+    later: tuple["SublayerWrites", ...] = ()
+
+    @property
+    def everywhere(self) -> tuple["SublayerWrites", ...]:
+        """The writes to this layer and to later layers."""
+        return (self, *self.later)
+
+    def with_outputs(self, z: Float[Tensor, "batch pos head_index d_head"]) -> "SublayerWrites":
+        """Return the same writes with other outputs of the heads."""
+        later = tuple(replace(x, z=z.to(x.z.device)) for x in self.later)
+        return replace(self, z=z, later=later)
 
     @property
     def n_heads(self) -> int:
@@ -205,6 +218,17 @@ class Decomposition:
     def _numbers(self) -> dict[tuple[int, HeadKind], int]:
         return {(x.layer, _shared_kind(x.kind)): i for i, x in enumerate(self.sublayers)}
 
+    def parts_before(self, writes: SublayerWrites, n_before: int) -> list[SublayerWrites]:
+        """Return the writes of a sublayer that are in the stream after `n_before` sublayers."""
+        return [x for x in writes.everywhere if self._index(x.layer, x.kind) < n_before]
+
+    def arriving(self, index: int) -> Iterator[tuple[int, SublayerWrites]]:
+        """Yield what earlier features write together with a sublayer, with their sublayer."""
+        for source, writes in enumerate(self.sublayers[:index]):
+            for later in writes.later:
+                if self._index(later.layer, later.kind) == index:
+                    yield source, later
+
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
         """Return the sublayers whose outputs the given sublayer reads."""
         reads_attention = kind != "attention" and not self.parallel[layer]
@@ -256,10 +280,12 @@ def decompose(
     with _record_modules(modules) as traffic, watch or nullcontext():
         recording = record(model, tokens, mask, hooks=hooks, **recorded)  # type: ignore[arg-type]
     require_finite(model, recording, padding=True)  # nan would spread to sums over positions
-    sublayers = tuple(
-        _sublayer(host, recording, traffic, around, layer, kind)
-        for layer, around in enumerate(norms)
-        for kind in host.kinds(layer)
+    sublayers = _with_later_writes(
+        [
+            _sublayer(host, recording, traffic, around, layer, kind)
+            for layer, around in enumerate(norms)
+            for kind in host.kinds(layer)
+        ]
     )
     unembedded = traffic.returned[model.unembed]
     factor = _logit_factor(unembedded, recording.logits)
@@ -372,6 +398,21 @@ def _sublayer(
     return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 
 
+def _with_later_writes(sublayers: Sequence[SublayerWrites]) -> tuple[SublayerWrites, ...]:
+    """Add what the features of a cross-layer transcoder write to later layers."""
+    features = {x.layer: x for x in sublayers if x.kind == "feature"}
+    result = []
+    for writes in sublayers:
+        later = []
+        decoders = [] if writes.neurons is None else writes.neurons.decoders[1:]
+        for layer, W in enumerate(decoders, writes.layer + 1):
+            after = features[layer].writes
+            z, matrix = (x.detach().to(after.scale.device) for x in (writes.z, W[:, None]))
+            later.append(replace(writes, layer=layer, writes=after, z=z, matrix=matrix))
+        result.append(replace(writes, later=tuple(later)))
+    return tuple(result)
+
+
 def _require_sums(run: Decomposition) -> None:
     """Raise an error if the input of a sublayer is not the sum of all earlier writes."""
     readers = [
@@ -382,8 +423,10 @@ def _require_sums(run: Decomposition) -> None:
     real, numbers = run.recording.mask, list[Tensor]()
     total, n_added = run.embedding, 0
     for _, stream, n_before in readers:
-        for sublayer in run.sublayers[n_added:n_before]:
-            total = total.to(stream) + sublayer.total().to(stream)
+        for index in range(n_added, n_before):
+            total = total.to(stream) + run.sublayers[index].total().to(stream)
+            for _, later in run.arriving(index):
+                total = total + later.summed(later.z).to(stream)
         n_added = n_before
         for x in ((total.to(stream) - stream).abs(), stream.abs()):
             numbers.append((x if real is None else x[real.bool().to(x.device)]).amax())

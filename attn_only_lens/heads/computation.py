@@ -88,6 +88,11 @@ class NeuronHeads(ABC):
         return self.W_out.unsqueeze(-2)
 
     @property
+    def decoders(self) -> list[Float[Tensor, "head_index d_model"]]:
+        """The output weights to the MLP output of this layer and, in order, of later layers."""
+        return [self.W_O.squeeze(-2)]
+
+    @property
     def read_matrices(self) -> list[Float[Tensor, "d_model head_index"]]:
         """The matrices with which the heads compute q and, if there are two projections, u."""
         gate = getattr(self.module, "W_gate", None)

@@ -12,15 +12,24 @@ changes by Δz W_dec. With `error="zero"`, e is left out, and the original MLP d
 If the transcoder reads the residual stream before the norm, this norm moves into `original`, and an
 identity replaces it in the model. The norm after the MLP moves, too, if the transcoder imitates
 this norm's output.
+
+The features of a cross-layer transcoder also write to later layers. In layer l, y then has the
+added term Σ_k z_k W_later_k[l - k - 1], over earlier layers k. If a hook changes z_k by Δz, y
+changes by Δz W_later_k[l - k - 1], because the error e does not count edits of any feature. These
+writes pass through `PassState.values`, so the layers must run in one forward pass of the model.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import PreActivation, Residual
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates.features import active_features
 from attn_only_lens.heads.computation import is_live
+from attn_only_lens.heads.host import LATER_WRITES, LaterWrites
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.tl import head_point
 
@@ -36,6 +45,7 @@ class FeatureMLP(nn.Module):
 
     threshold: Tensor | None
     W_skip: Tensor | None
+    W_later: Tensor | None
 
     def __init__(
         self, transcoder: Transcoder, original: nn.Sequential, error: bool, name: str | None
@@ -47,8 +57,10 @@ class FeatureMLP(nn.Module):
         self.b_out = nn.Parameter(transcoder.b_dec, requires_grad=False)
         self.register_buffer("threshold", transcoder.threshold)
         self.register_buffer("W_skip", transcoder.W_skip)
+        later = transcoder.W_later
+        self.W_later = None if later is None else nn.Parameter(later, requires_grad=False)
         self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
-        self.original, self.has_error = original, error
+        self.original, self.has_error, self.was_exposed = original, error, False
         self._options = transcoder.options()
         self.hook_in = HookPoint()  # [batch, pos, d_model]
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
@@ -66,12 +78,15 @@ class FeatureMLP(nn.Module):
         q = self.encode(x)
         # Hooks may edit in place, but the error needs the unedited pre-activations.
         hooked: Tensor = self.hook_pre(q.clone() if is_live(self.hook_pre) else q)
-        post = self.act_fn(hooked)
-        features = output = self.hook_written(self.decode(self.hook_post(post)))
+        z = self.hook_post(self.act_fn(hooked))
+        features = self.hook_written(self.decode(z))
+        unedited = self.act_fn(q) if self.has_error and self._features_are_hooked() else z
+        arrived, arrived_unedited = self._pass_on(z, unedited)
+        output = features + arrived
         if self.W_skip is not None:
-            output = features + self.hook_skip(x.unsqueeze(-2)).squeeze(-2) @ self.W_skip
+            output = output + self.hook_skip(x.unsqueeze(-2)).squeeze(-2) @ self.W_skip
         if self.has_error:
-            imitated = self.decode(self.act_fn(q)) if self._features_are_hooked() else features
+            imitated = (features if unedited is z else self.decode(unedited)) + arrived_unedited
             if self.W_skip is not None:
                 imitated = imitated + x @ self.W_skip
             error = self.original(x) - imitated
@@ -88,8 +103,35 @@ class FeatureMLP(nn.Module):
             b_dec=self.b_out.detach(),
             threshold=self.threshold,
             W_skip=self.W_skip,
+            W_later=None if self.W_later is None else self.W_later.detach(),
             **self._options,
         )
+
+    def _pass_on(
+        self, z: PreActivation, unedited: PreActivation
+    ) -> tuple[Residual | float, Residual | float]:
+        """Store what the features write to later layers; return what earlier features wrote here.
+
+        Both are also computed for features without edits by hooks.
+        """
+        if self.W_later is None:
+            return 0.0, 0.0
+        heads: Any = vars(self).get("_neuron_heads")
+        if heads is None and self.was_exposed:
+            raise UnsupportedCallError("features that write to later layers run only as heads")
+        self.was_exposed = heads is not None
+        outside = LaterWrites({})  # outside a pass of the model, no earlier layer has run
+        writes = None if heads is None else heads.passing.values.get(LATER_WRITES, outside)
+        if writes is None:  # attach tests this module alone, before and after it has heads
+            return 0.0, 0.0
+        layer = heads.layer
+        writes.begin(layer)
+        for number, W in enumerate(self.W_later, layer + 1):
+            written = z @ W
+            writes.written[number, layer] = written, written if unedited is z else unedited @ W
+        arrived = [writes.written[layer, source] for source in range(layer)]
+        edited = sum(x.to(z.device) for x, _ in arrived)
+        return edited, sum(x.to(z.device) for _, x in arrived)
 
     def _features_are_hooked(self) -> bool:
         others = ("hook_in", "hook_skip", "hook_error", "hook_out")

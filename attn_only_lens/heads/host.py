@@ -7,7 +7,8 @@ block 2l + 1. An exposed model has one block per layer, whose MLP computes neuro
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -56,16 +57,54 @@ CHANGED = "the model has changed since its neurons became heads"
 _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 
 
+@dataclass
+class LaterWrites:
+    """What the features of a cross-layer transcoder wrote to later layers in one forward pass.
+
+    Attributes:
+        written: {(layer, source): (with edits of the features, without edits)}.
+        ran: the layers that ran.
+    """
+
+    written: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    ran: set[int] = field(default_factory=set)
+
+    def begin(self, layer: int) -> None:
+        """Start a layer; raise an error if its earlier layers did not run in the same pass."""
+        if layer == 0:  # a new pass, such as TransformerLens' own test of a cache
+            self.written, self.ran = {}, set()
+        if layer in self.ran:
+            raise UnsupportedCallError(
+                f"layer {layer} ran twice, or another pass ran inside this one, so it is unclear "
+                "what earlier features wrote: run other passes by calling the model itself"
+            )
+        self.ran.add(layer)
+        if missing := [x for x in range(layer) if (layer, x) not in self.written]:
+            raise UnsupportedCallError(
+                f"layer {layer} ran without layers {missing}, whose features write to it: call the "
+                "model itself (not a block, or the model that it wraps), from its first layer"
+            )
+
+
+LATER_WRITES = "later writes"
+"""The key of the `LaterWrites` in `PassState.values`."""
+
+
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
     The values are not module attributes, because other threads, or hooks, may run the model during
     a forward pass. Each thread has its own values, and a copy of this object is empty. It also
     holds the runs that analyses share (`engine/kept_runs.py`).
+
+    Attributes:
+        values: the values of the current pass.
+        skipped: the later writes of layers that the next passes do not run.
     """
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
+        self.skipped: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.kept_runs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
@@ -85,6 +124,10 @@ class PassState(threading.local):
             if is_outermost:
                 errors, self._errors = self._errors, None
                 _raise_if_large(errors)
+
+    def model_pass(self) -> AbstractContextManager[None]:
+        """Return a context of one forward pass of the whole model."""
+        return self.new_pass({LATER_WRITES: LaterWrites(dict(self.skipped))})
 
     def require_small(self, error: Tensor, message: str) -> None:
         """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
@@ -128,6 +171,16 @@ class Host(ABC):
     def kinds(self, layer: int) -> tuple[HeadKind, ...]:
         """Return the kinds of heads in an original layer, in their order of computation."""
         return ("attention", *self.neurons[layer].kinds)
+
+    @property
+    def writes_later(self) -> bool:
+        """True if features write to several layers, as in a cross-layer transcoder."""
+        return any(getattr(heads.module, "W_later", None) is not None for heads in self.neurons)
+
+    def layers_written(self, layer: int, kind: HeadKind) -> range:
+        """Return the layers to whose outputs the heads in a layer write, with this layer first."""
+        n = len(self.neurons[layer].decoders) if kind in NEURON_KINDS else 1
+        return range(layer, layer + n)
 
     def count(self, layer: int, kind: HeadKind) -> int:
         """Return the number of heads of one kind in a layer."""
@@ -272,6 +325,13 @@ def transcoder_reasons(model: object) -> list[str]:
     if not any("feature" in heads.kinds for heads in layers):
         return []
     return ["transcoders replace its MLPs; first call transcoders.detach(model)"]
+
+
+def later_write_reasons(model: Any, so: str) -> list[str]:
+    """Return [error message] if features write to several layers; `so` says what follows."""
+    if not has_neuron_heads(model) or not host_of(model).writes_later:
+        return []
+    return [f"the features of a cross-layer transcoder write to several layers, so {so}"]
 
 
 def reasons_without_heads(model: object) -> list[str]:

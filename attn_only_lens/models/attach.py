@@ -21,7 +21,7 @@ from attn_only_lens.engine.tokens import require_model
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import exposed_reasons
-from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.heads.transcoder import Transcoder, cross_layer_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.in_place import hidden, hide
 from attn_only_lens.models.in_place.mlp_hooks import UnknownMLPError, find_hook_points
@@ -129,6 +129,10 @@ def attach(
     have the same effects as in the original model. If a feature is patched, the error stays the
     same, and the layer's output changes only by the feature's change times its row of W_dec.
 
+    A cross-layer transcoder is a dict of transcoders with `W_later`. Its features are heads with
+    several writes: if one is patched, the outputs of all layers to which it writes change, each by
+    the feature's change times its row of this layer's decoder. No error changes.
+
     With `error="zero"`, there are no error nodes. This is the replacement model, in which each
     transcoder's output replaces the MLP's output. `fidelity` measures how well it imitates the
     original model.
@@ -208,7 +212,8 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
             )
     if reasons or (reasons := _mlp_reasons(model, transcoders)):
         return reasons
-    return [*_gain_reasons(model, transcoders), *_mean_reasons(model, transcoders)]
+    reasons = [*_gain_reasons(model, transcoders), *_mean_reasons(model, transcoders)]
+    return [*reasons, *cross_layer_reasons(transcoders, n_layers)]
 
 
 def _gain_reasons(model: Any, transcoders: Mapping[int, Transcoder]) -> list[str]:

@@ -19,7 +19,7 @@ from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.gates.gating import EXACT, Gating
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import NEURON_KINDS, PassState
+from attn_only_lens.heads.host import LATER_WRITES, NEURON_KINDS, PassState
 from attn_only_lens.heads.names import count_kinds, head_counts
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
@@ -276,7 +276,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         show(model, heads)
         reasons, measured = [], []
         # On exit, `new_pass` checks the rounding errors of all layers, after one transfer.
-        with heads[0].passing.new_pass():
+        with heads[0].passing.new_pass({LATER_WRITES: None}):
             for (layer, x), expected in zip(runs, before, strict=True):
                 try:
                     measured.append((layer, _differences(layer, x, expected)))

@@ -24,7 +24,7 @@ from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates.bilinear import BilinearGate
 from attn_only_lens.gates.exact import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
-from attn_only_lens.heads.host import Host
+from attn_only_lens.heads.host import Host, later_write_reasons
 from attn_only_lens.models.in_place import hidden
 from attn_only_lens.models.in_place.mlp_hooks import find_hook_points
 from attn_only_lens.models.verification import Verification
@@ -195,6 +195,8 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
         ]
     else:
         reasons = host_of(converted).reasons()
+        so = "they run only as heads, and cannot be compared with a model without heads"
+        reasons += later_write_reasons(converted, so)
         if source is converted and in_place:
             return reasons
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer

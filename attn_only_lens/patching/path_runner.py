@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.engine.edits import neuron_variants
+from attn_only_lens.devices import added
+from attn_only_lens.engine.edits import neuron_variants, writes_of
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
@@ -86,11 +87,21 @@ class PathRunner:
         if isinstance(positions, Tensor):
             positions = positions.to(self.target.of(layer, kind).z.device)
         source, target = (
-            run.of(layer, kind).written(block.senders, positions)
-            for run in (self.source, self.target)
+            self._read_writes(run, block, positions) for run in (self.source, self.target)
         )
         chosen = block.positions.chosen.to(target.device)[:, positions]
         return (source - target) * chosen.unsqueeze(-1)
+
+    def _read_writes(
+        self, run: Decomposition, block: PathBlock, positions: Any
+    ) -> Float[Tensor, "sender batch pos d_model"]:
+        """Return what the senders write to the stream that the receivers read."""
+        senders, receivers = block.senders, block.receivers
+        before = run.sublayers
+        if receivers is not None:
+            before = run.before(receivers.layer, receivers.kind)
+        parts = run.parts_before(run.of(senders.layer, senders.kind), len(before))
+        return added(x.written(senders, positions) for x in parts)
 
     def _run_to_logits(self, block: PathBlock, i: Tensor, values: Tensor) -> None:
         sent = self._sent(block, slice(None))[i]
@@ -124,14 +135,14 @@ class PathRunner:
         moves = dz.permute(2, 0, 1).unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
         after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
-        rows = heads.W_O[receivers.index.to(dz.device), 0]
+        index, decoders = receivers.index.to(dz.device), heads.decoders
 
         def run(some: Tensor, first: int) -> Tensor:
-            directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
+            of_row = index[j[some]].repeat_interleave(replay.batch)
             change = moves.new_zeros(len(some), replay.batch, replay.n_pos)
             change[:, :, columns] = moves[some]
-            added = change[:, :, first:].flatten(0, 1).unsqueeze(-1) * directions
-            return replay.values(neuron_variants(replay, receivers.layer, first, added))
+            written = writes_of(decoders, change[:, :, first:].flatten(0, 1), of_row)
+            return replay.values(neuron_variants(replay, receivers.layer, first, written))
 
         self._fill(values, moves != 0, columns, after, run)
 

@@ -253,6 +253,8 @@ def numbers_per_prompt(
     kept = (len(model.blocks) + 1) * cfg.d_model
     if decomposed:  # count the inputs and outputs of sublayers and norms
         kept += 10 * host.n_layers * cfg.d_model
+    if host.writes_later:  # two vectors for each pair of layers
+        kept += host.n_layers**2 * cfg.d_model
     for site in sites:
         if site.kind in WIDE_KINDS:
             kept += cfg.d_model

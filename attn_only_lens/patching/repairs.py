@@ -15,7 +15,7 @@ The repair key is
 In each term, a_t ‖g_t‖ is the largest possible effect in a linear model, and a_t / ‖x_t‖ is the
 relative size of the change. The lengths a_t are
 
-    neuron-heads, any part    |Δz_i| ‖W_O[i]‖ (`engine/edits.py`)
+    neuron-heads, any part    |Δz_i| ‖W_O[i]‖, for each layer that they write to
     attention, z              ‖Δz W_O‖
     pattern, q                ‖Δz W_O‖, from a pass in which all patterns (or queries) are
                               replaced, and z is restored before anything reads it
@@ -421,7 +421,11 @@ class Repairer:
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
     """Return the hook points whose gradients, and those whose activations, repair keys need."""
     host = host_of(model)
-    writes = {host.write_hook(site.layer, site.kind) for site in sites}
+    writes = {
+        host.write_hook(layer, site.kind)
+        for site in sites
+        for layer in host.layers_written(site.layer, site.kind)
+    }
     points = {*_READ.get(part, ()), "z"}
     return writes, writes | {
         hook_name(model, site.layer, point, site.kind)
@@ -519,8 +523,12 @@ class _Keys:
         layer, heads = sites.layer, self._host.neurons[sites.layer]
         dz = change_of_z(self._target.neurons[layer], self._source.neurons[layer], self._part)
         change = float32_if_half(by_site(sites, dz))
-        rows = float32_if_half(heads.W_O).square().sum((1, 2))[sites.index.to(change.device)]
-        return change.square() * rows[:, None, None] * self._slope(layer, "neuron")
+        key: Any = 0.0
+        for written, W in enumerate(heads.decoders, layer):
+            rows = float32_if_half(W).square().sum(1)[sites.index.to(change.device)]
+            slope = self._slope(written, "neuron").to(change.device)
+            key = key + change.square() * rows[:, None, None] * slope
+        return key
 
     def _of_wide(self, layer: int, kind: HeadKind) -> Float[Tensor, "head=1 batch pos"]:
         name = self._host.hook_name(layer, kind, "z")

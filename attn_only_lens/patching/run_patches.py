@@ -25,6 +25,7 @@ from attn_only_lens.engine.edits import (
     neuron_variants,
     of_group,
     share_edits,
+    writes_of,
 )
 from attn_only_lens.engine.recording import Recording
 from attn_only_lens.engine.replay import Replay, Variants
@@ -242,15 +243,14 @@ class PatchRunner:
         block = self.replay.host.block(sites.layer, "neuron")
         block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         index = sites.index.to(change.device)
-        edited, W_O = group.everywhere_on(change.device), heads.W_O
+        edited, decoders = group.everywhere_on(change.device), heads.decoders
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            directions = W_O[index[head]]  # W_O is large, so select rows first
-            rows = directions.repeat_interleave(self.replay.batch, dim=0)
-            added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
-            return neuron_variants(self.replay, sites.layer, first, added)
+            of_row = index[head].repeat_interleave(self.replay.batch)
+            written = writes_of(decoders, moves.flatten(0, 1), of_row)
+            return neuron_variants(self.replay, sites.layer, first, written)
 
         return change != 0, block, variants
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors import safe_open
 
 from attn_only_lens.arguments import as_plain, is_count, one_of
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputError
-from attn_only_lens.heads.transcoder import Reads, Transcoder
+from attn_only_lens.heads.transcoder import Reads, Transcoder, cross_layer_reasons
 from attn_only_lens.models.checkpoint.transcoders import DOCUMENT, read_transcoder
 from attn_only_lens.models.source_folder import (
     checkpoint_errors,
@@ -25,8 +26,17 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.storage import read_json, read_tensors
 from attn_only_lens.storage.atomic import as_path
+from attn_only_lens.transcoders.cross_layer import (
+    join_halves,
+    layer_of_half,
+    n_layers_in,
+    read_layer,
+    split_decoder,
+)
 from attn_only_lens.transcoders.formats import (
     CIRCUIT_TRACER,
+    CROSSLAYER_TRANSCODER,
+    GEMMA_SCOPE_2,
     PROBLEM,
     SAELENS,
     Config,
@@ -50,8 +60,11 @@ _AFTER_NORM = {
     "mlp.hook_out": False,
     "post_feedforward_layernorm.output": True,
 }
-_SHIPPED = "small-english"
-_SHIPPED_FOLDER = ("pretrained", "data", "small_english", "transcoders", "weights")
+SHIPPED = MappingProxyType(
+    {"small-english": "transcoders", "small-english-cross-layer": "cross_layer"}
+)
+"""The names of the transcoders that ship with Small English, with their folders."""
+_SHIPPED_FOLDER = ("pretrained", "data", "small_english")
 _WEIGHTS = (".safetensors", ".npz")
 _NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # from SAELens
 _LAYER = re.compile(r"layers?[_.](\d+)")
@@ -64,12 +77,17 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class _File:
-    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet."""
+    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet.
+
+    For a cross-layer transcoder, the file may hold other layers too, or may have a second half.
+    """
 
     path: Path
     name: str
     config: Config
     layer: int | None
+    holds_all_layers: bool = False
+    second_half: Path | None = None
 
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
@@ -84,7 +102,8 @@ def load(
     """Load transcoders from one file, or from a folder with one file per layer.
 
     "small-english" loads the transcoders that ship with this model: JumpReLU transcoders of each
-    MLP's input (the output of the norm, including its gain), stored in float16.
+    MLP's input (the output of the norm, including its gain), stored in float16. For the same model,
+    "small-english-cross-layer" loads a cross-layer transcoder.
 
     The keys, the config and the shapes in a file identify its format. Pickles are never read. These
     formats are supported:
@@ -97,13 +116,24 @@ def load(
                         skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
         attn-only-lens  the files that `save` writes
 
+    These formats of cross-layer transcoders are supported, and are always loaded whole:
+
+        circuit-tracer         W_enc_3.safetensors and W_dec_3.safetensors for each layer
+        Gemma Scope 2          params_layer_3.safetensors for each layer, with config.json; or one
+                               file, in which each tensor has a first axis of layers
+        crosslayer-transcoder  one file with encoder.W and decoder.W_3 (ReLU or JumpReLU)
+
+    Where a format computes relu(q) 1[q > θ], as all but circuit-tracer do, a negative threshold θ
+    is the same as 0, and is set to 0. In circuit-tracer's formats, it is an error: a feature with
+    θ < q < 0 would be active there.
+
     The config names the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
     residual stream before the norm ("stream"), ln2.hook_normalized is the norm's output before its
     gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the config does not name
     the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
-        path: a file or a folder, or "small-english".
+        path: a file or a folder, "small-english" or "small-english-cross-layer".
         layers: the layers to load; None for all. If neither the config nor the file's name (for a
             folder, its name and the names inside) has the layer, pass it here, such as [3].
         reads: "stream", "normalized" or "input", if the settings do not name the input.
@@ -116,7 +146,7 @@ def load(
     Raises:
         CheckpointError: with every reason: no file, a pickle, a damaged file, unknown settings,
             keys, shapes or values, an unknown input or layer, two transcoders for one layer,
-            different values of d_model, or a cross-layer transcoder.
+            different values of d_model, or a part of a cross-layer transcoder.
         InputError: `layers` is not valid.
 
     Example:
@@ -136,8 +166,9 @@ def load(
         reason = f"got layers={layers!r}; expected layer numbers, such as [3]"
         raise InputError([reason], "these transcoders cannot be loaded")
     device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
-    if path == _SHIPPED and not os.path.lexists(path):
-        shipped = resources.files("attn_only_lens").joinpath(*_SHIPPED_FOLDER)
+    if isinstance(path, str) and path in SHIPPED and not os.path.lexists(path):
+        inside = *_SHIPPED_FOLDER, SHIPPED[path], "weights"
+        shipped = resources.files("attn_only_lens").joinpath(*inside)
         with resources.as_file(shipped) as folder:
             return load(folder, layers=layers, reads=reads, device=device, dtype=dtype)
     path = as_path(path)
@@ -168,6 +199,7 @@ def load(
     reasons += [f"got no transcoder for layer {layer}" for layer in missing]
     widths = {transcoder.d_model for transcoder in loaded.values()}
     reasons += [f"got different values of d_model: {sorted(widths)}"] * (len(widths) > 1)
+    reasons += [] if reasons else cross_layer_reasons(loaded)
     refuse(reasons, f"{path} does not hold the transcoders of one model")
     return dict(sorted(loaded.items()))
 
@@ -201,7 +233,17 @@ def _files(path: Path) -> Iterator[_File]:
     for place, name in order:
         in_names = [int(layer) for layer in _LAYER.findall(given + name)[-1:]]
         layers = in_names if place is None else [place]
-        yield _file(files[name], name, _config(files[name].parent) or above, layers)
+        path, config = files[name], _config(files[name].parent) or above
+        half, n_layers = layer_of_half(path), n_layers_in(path) if path.suffix != ".npz" else None
+        if half:
+            layer, second = half
+            if path.name.startswith("W_enc") or not second.exists():
+                yield _File(path, name, config, layer, second_half=second)
+        elif n_layers is None:
+            yield _file(path, name, config, layers)
+        else:
+            for x in range(n_layers):
+                yield _File(path, name, config, x, holds_all_layers=True)
 
 
 def _file(path: Path, name: str, config: Config, outside: Sequence[int]) -> _File:
@@ -249,9 +291,11 @@ def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, s
     keys = (f"feature_{end}put_hook", f"hf_hook_point_{end}", f"hf_hook_name{suffix}")
     hooks = []
     for key in (*keys, f"hook_name{suffix}"):
-        if config.get(key):
-            *layer, name = re.split(r"(?<=\.)(\d+)\.", str(config[key]), maxsplit=1)[-2:]
-            hooks.append((int(layer[0]) if layer else None, name))
+        value = config.get(key)
+        names = value if isinstance(value, list) else [value] if value else []
+        for *layer, name in (re.split(r"(?<=\.)(\d+)\.", str(x), maxsplit=1)[-2:] for x in names):
+            # A list has the hook points of all layers of a cross-layer transcoder.
+            hooks.append((int(layer[0]) if layer and len(names) == 1 else None, name))
     return next((hook for hook in hooks if hook[1] in known), (hooks or [(None, None)])[0])
 
 
@@ -274,9 +318,27 @@ def _read(
 def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Transcoder:
     """Read a file that another package wrote."""
     is_npz = file.path.suffix == ".npz"
-    tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+    if file.holds_all_layers:
+        assert file.layer is not None
+        tensors = read_layer(file.path, file.layer, dtype)
+    else:
+        tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+    if file.second_half is not None:
+        if not file.second_half.is_file():
+            raise InputError([f"got no {file.second_half.name} next to it"], PROBLEM)
+        tensors = join_halves(tensors, read_tensors(file.second_half)[0])
     layout = identify(tensors, file.config, is_npz)
+    if file.holds_all_layers and layout != GEMMA_SCOPE_2:
+        layout = CROSSLAYER_TRANSCODER
     tensors = rename(tensors, layout)
+    if tensors["W_dec"].ndim > 2:
+        if file.layer is None:
+            reason = "it is a layer of a cross-layer transcoder, and does not say which"
+            raise InputError([reason], PROBLEM)
+        tensors = split_decoder(tensors, layout, file.layer)
+    if layout != CIRCUIT_TRACER and "threshold" in tensors:
+        # These formats compute relu(q) 1[q > θ], so a negative θ is the same as 0.
+        tensors["threshold"] = tensors["threshold"].clamp(min=0)
     options = _ends(file.config, reads)
     options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
     if layout == CIRCUIT_TRACER:

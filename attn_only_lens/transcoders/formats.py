@@ -2,14 +2,13 @@
 
 In `Transcoder`, W_enc is [d_model, d_features], W_dec is [d_features, d_model], and W_skip maps x
 to x W_skip. In the tables below, W_enc.T and W_skip.T are the transposes of these tensors. W_dec is
-[d_features, d_model] in all formats.
+[d_features, d_model] in all formats, or [d_features, layers, d_model] in a cross-layer transcoder.
 
 Sources: circuit_tracer 0.5.0, `transcoder/single_layer_transcoder.py`; sae_lens 6.54,
 `saes/transcoder.py`, `saes/topk_sae.py` and `loading/pretrained_sae_loaders.py`; the README of
 google/gemma-scope-2b-pt-transcoders; `config.json` of the transcoders in google/gemma-scope-2-*.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ Config = Mapping[str, Any]
 PROBLEM = "this transcoder cannot be loaded"
 CIRCUIT_TRACER, SAELENS = "circuit-tracer", "SAELens"
 GEMMA_SCOPE, GEMMA_SCOPE_2 = "Gemma Scope", "Gemma Scope 2"
+CROSSLAYER_TRANSCODER = "crosslayer-transcoder"
 _BIASES = {"b_enc": "b_enc", "b_dec": "b_dec"}
 _PLAIN = {"W_enc": "W_enc", "W_dec": "W_dec", "threshold": "threshold", **_BIASES}
 # For each format, a table from its keys to the names in `Transcoder`.
@@ -43,6 +43,7 @@ _KEYS = {
         **_BIASES,
     },
     SAELENS: _PLAIN | {"W_skip": "W_skip.T"},
+    CROSSLAYER_TRANSCODER: _PLAIN,
 }
 _REQUIRED = ("W_enc", "W_dec", "b_enc", "b_dec")
 _ACTIVATIONS = {  # the activation of each of SAELens' architectures
@@ -52,21 +53,19 @@ _ACTIVATIONS = {  # the activation of each of SAELens' architectures
     "jumprelu_skip_transcoder": "jumprelu",
     "topk": "topk",
 }
-CROSS_LAYER = (
-    "it is a cross-layer transcoder, whose features write to many layers; expected transcoders "
-    "that write to one layer. Support would take heads with one output per later layer, because "
-    "all heads in patches and graphs have one output"
-)
 
 
 def identify(tensors: Tensors, config: Config, is_npz: bool) -> str:
     """Return the format of a file, from its keys, then its settings, then its shapes."""
     shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    is_numbered = any(re.fullmatch(r"(W_enc|W_decs?|w_dec)[._]\d+", key) for key in shapes)
     kinds = (config.get("model_kind"), config.get("type"))
     decoder = shapes.get("W_dec", shapes.get("w_dec", []))
-    if is_numbered or len(decoder) > 2 or "cross_layer_transcoder" in kinds or "clt" in kinds:
-        raise InputError([CROSS_LAYER], PROBLEM)
+    if len(decoder) < 3 and ("cross_layer_transcoder" in kinds or "clt" in kinds):
+        reason = (
+            f"its settings say that it is a cross-layer transcoder, but its decoder has shape "
+            f"{decoder}; expected [d_features, layers, d_model]"
+        )
+        raise InputError([reason], PROBLEM)
     if "w_enc" in shapes:
         return GEMMA_SCOPE_2
     if is_npz:
@@ -75,7 +74,7 @@ def identify(tensors: Tensors, config: Config, is_npz: bool) -> str:
         return CIRCUIT_TRACER
     if "threshold" in shapes or "architecture" in config:
         return SAELENS
-    if "feature_input_hook" in config:
+    if "feature_input_hook" in config or len(decoder) > 2:
         return CIRCUIT_TRACER
     if "W_enc" not in shapes:
         got = ", ".join(sorted(shapes)[:5]) or "no tensor"
@@ -104,6 +103,9 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
         axes = {"W_enc": [d_model, d_features], "W_skip": [d_model, d_model], "b_dec": [d_model]}
         axes |= {"W_enc.T": [d_features, d_model], "W_skip.T": [d_model, d_model]}
         axes |= {"W_dec": [d_features, d_model], "b_enc": [d_features], "threshold": [d_features]}
+        (decoder,) = (tensors[key] for key, name in keys.items() if name == "W_dec")
+        if decoder.ndim == 3 and layout not in (GEMMA_SCOPE, SAELENS):
+            axes["W_dec"].insert(1, decoder.shape[1])
         reasons += [
             f"got {key} of shape {list(tensors[key].shape)}; {layout} has {axes[name]}, because "
             f"b_dec has {d_model} entries and b_enc has {d_features}"

@@ -177,10 +177,8 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
         hooks = [(name, lambda x, hook, f=f: f(x, hook) * times) for name, f in variants.hooks]
         if not times:
             hooks = []
-        added = None if variants.added is None else variants.added * times
-        changed = Variants(
-            *(variants.block, variants.first, variants.stream, hooks, variants.mlp, added)
-        )
+        added = [(module, tensor * times) for module, tensor in variants.added]
+        changed = Variants(variants.block, variants.first, variants.stream, hooks, added)
         return leaving(self, changed)
 
     for times in (0, 2):

@@ -5,27 +5,18 @@ The oracles loop over features in float64, with the tensors in the layout of the
 `JumpReLUTranscoder` and `TopKSAE` (sae_lens 6.54).
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
 import yaml
 from drawn_transcoders import drawn
-from safetensors.torch import save_file
+from transcoder_files import CONFIG, random, refused, write
 
 from attn_only_lens import transcoders as t
 from attn_only_lens.errors import CheckpointError, InputError
 
 D, F, N = 7, 13, 11
 EXACT = 1e-12  # float64 sums of 13 terms of size 1
-CONFIG = {
-    "model_name": "google/gemma-2-2b",
-    "model_kind": "transcoder_set",
-    "feature_input_hook": "hook_resid_mid",
-    "feature_output_hook": "hook_mlp_out",
-    "scan": "a-scan",
-}
 SAELENS = {
     "architecture": "transcoder",
     "d_in": D,
@@ -41,11 +32,6 @@ SAELENS = {
         "hook_name_out": "blocks.5.hook_mlp_out",
     },
 }
-
-
-def random(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def circuit_tracer(seed=0, skip=True, threshold=True, d=D, f=F):
@@ -65,21 +51,6 @@ def circuit_tracer(seed=0, skip=True, threshold=True, d=D, f=F):
 def saelens(seed=0, **more):
     stored = circuit_tracer(seed, skip=False, threshold=False)
     return stored | {"W_enc": stored["W_enc"].T.contiguous(), **more}
-
-
-def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
-    """Write a file of tensors, and config files; a keyword is a file's name without its dot."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stored = {key: tensor.to(dtype or tensor.dtype) for key, tensor in stored.items()}
-    if name.endswith(".npz"):
-        np.savez(path, **{key: tensor.numpy() for key, tensor in stored.items()})
-    else:
-        save_file(stored, path)
-    for config, content in configs.items():
-        text = yaml.safe_dump(content) if config == "config_yaml" else json.dumps(content)
-        (path.parent / config.replace("_", ".")).write_text(text, "utf-8")
-    return path
 
 
 def slow(x, rows, stored, gate, skip=None):
@@ -102,13 +73,6 @@ def compare(transcoder, z, y, x, tolerance=EXACT):
     assert (z != 0).float().mean() > 0.1  # the oracle is not trivial
     torch.testing.assert_close(transcoder.encode(x), z, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(transcoder.decode(z, x), y, rtol=tolerance, atol=tolerance)
-
-
-def refused(path, *words, error=CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        t.load(path, **options)
-    for word in words:
-        assert word in str(caught.value), caught.value
 
 
 X = random(N, D, seed=100)
@@ -345,17 +309,7 @@ def twice(folder):
         write(folder, circuit_tracer(), f"{name}.safetensors", config_yaml=CONFIG)
 
 
-def cross_layer(folder):
-    for layer in range(2):
-        encoder = {f"W_enc_{layer}": random(F, D), f"b_enc_{layer}": random(F)}
-        encoder[f"b_dec_{layer}"] = random(D)
-        write(folder, encoder, f"W_enc_{layer}.safetensors")
-        decoder = {f"W_dec_{layer}": random(F, 2 - layer, D)}
-        write(folder, decoder, f"W_dec_{layer}.safetensors")
-
-
 INPUT = {"reads": "input"}
-CROSS = ["cross-layer transcoder", "Support would take"]
 SHAPE = {"W_dec": random(F, D + 4), "b_enc": torch.ones(F).int()}
 REFUSED = [
     # files
@@ -385,10 +339,6 @@ REFUSED = [
     (saelens_with(architecture="topk", metadata={}, k=3), ["a sparse autoencoder"], INPUT),
     (saelens_with(architecture="topk", k=99), ["got k=99"], {}),
     (saelens_with(metadata={"hook_name": "blocks.5.hook_z"}), ["input hook='hook_z'"], {}),
-    # cross-layer transcoders
-    (cross_layer, CROSS, {}),
-    (changed(config=None, W_dec=random(F, 3, D)), CROSS, {"reads": "stream"}),
-    (changed(config=CONFIG | {"model_kind": "cross_layer_transcoder"}), CROSS, {}),
     # layers, devices and dtypes
     (twice, ["got layer 5 in two files", "layer_05", "layer_5"], {}),
     (two_layers, ["different layers"], {}),

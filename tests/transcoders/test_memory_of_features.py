@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drawn_transcoders import bridge, layers_of
+from drawn_transcoders import bridge, cross_layer_of, layers_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,10 +42,11 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_weights_or_patterns_are_the_largest(call, monkeypatch):
+@pytest.mark.parametrize("make", [layers_of, cross_layer_of])
+def test_weights_or_patterns_are_the_largest(make, call, monkeypatch):
     monkeypatch.setattr(linear_graph, "_BLOCK", 1)  # edges into one node at a time
     model = bridge("gpt2", torch.float32)
-    transcoders = layers_of(model, n_features=N_FEATURES, dtype=torch.float32)
+    transcoders = make(model, n_features=N_FEATURES, dtype=torch.float32)
     with attach(model, transcoders), Largest() as largest:
         CALLS[call](model)
     # Patterns of two runs [both, pos, feature, key=2] are larger only for this small d_model.

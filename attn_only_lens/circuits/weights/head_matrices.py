@@ -8,6 +8,7 @@
 
 Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
 W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
+Features of cross-layer transcoders write with several rows, so they have no write matrix.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of a_2, so
@@ -18,7 +19,7 @@ If `fold_norms` is True, norms are folded into the matrices (`models/norms.py`).
 matrices are converted to float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from jaxtyping import Float
@@ -37,9 +38,10 @@ from attn_only_lens.engine.sites import (
 from attn_only_lens.engine.writes import norms_of
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import WIDE_KINDS
+from attn_only_lens.heads.host import WIDE_KINDS, later_write_reasons
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 
+_NO_MATRIX = "these nodes have no matrices of weights"
 Kind = Literal["q", "k", "v"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -108,6 +110,9 @@ class HeadMatrices:
         """Return write matrices, [site, d_model, d_model] or (for neurons) [site, 1, d_model]."""
         _require_weights(sites)
         first, last = self._norms_around(sites)
+        if sites.kind == "feature":
+            so = "they have no single row of output weights; use a graph or patches"
+            InputError.raise_if(later_write_reasons(self.model, so), _NO_MATRIX)
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
             return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
@@ -130,7 +135,13 @@ class HeadMatrices:
             return last.after(z @ float32_if_half(W_skip.detach()))
         if sites.kind == "attention":
             return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
-        return last.after(z * self._rows(sites))
+        total: Tensor = last.after(z * self._rows(sites))
+        decoders = host_of(self.model).neurons[sites.layer].decoders
+        for layer, W in enumerate(decoders[1:], sites.layer + 1):
+            rows = float32_if_half(W[sites.index.to(W.device)].detach())
+            _, after = self._norms_around(replace(sites, layer=layer))
+            total = total + after.after(z.to(rows.device) * rows).to(total.device)
+        return total
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
@@ -179,4 +190,4 @@ def heads_with_matrices(model: Any, sites: SomeSites, problem: str) -> tuple[Lay
 
 
 def _require_weights(sites: LayerSites) -> None:
-    InputError.raise_if(wide_reasons([sites]), "these nodes have no matrices of weights")
+    InputError.raise_if(wide_reasons([sites]), _NO_MATRIX)

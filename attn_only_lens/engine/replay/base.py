@@ -50,16 +50,15 @@ class Variants:
         first: the first position at which they differ; all tensors begin there.
         stream: the stream that enters this block.
         hooks: edits at hook points in this block and later blocks.
-        mlp: the module or hook point in this block to whose output `added` is added; None if
-            nothing is added.
+        added: tensors to add to the outputs of modules or hook points, in this block and later
+            blocks.
     """
 
     block: int
     first: int
     stream: Float[Tensor, "row pos d_model"]
     hooks: Hooks = ()
-    mlp: nn.Module | None = None
-    added: Float[Tensor, "row pos d_model"] | None = None
+    added: Sequence[tuple[nn.Module, Float[Tensor, "row pos d_model"]]] = ()
 
 
 class Joined:
@@ -107,12 +106,12 @@ class Joined:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Context manager that adds each variant's tensor `added` to the output of its MLP."""
+        """Context manager that adds each variant's tensors `added` to the outputs of modules."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
-                if variants.mlp is not None:
-                    add = partial(_add_to_rows, variants, rows)
-                    stack.callback(variants.mlp.register_forward_hook(add).remove)
+                for module, tensor in variants.added:
+                    add = partial(_add_to_rows, tensor, rows)
+                    stack.callback(module.register_forward_hook(add).remove)
             yield
 
 
@@ -139,10 +138,9 @@ def _edit_rows(edit: Callable[..., Any], rows: slice, value: Tensor, hook: Any) 
     return torch.cat([value[: rows.start], edited, value[rows.stop :]])
 
 
-def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, output: Any) -> Any:
+def _add_to_rows(tensor: Tensor, rows: slice, module: nn.Module, args: Any, output: Any) -> Any:
     stream: Tensor = output[0] if isinstance(output, tuple | list) else output
-    assert variants.added is not None
-    added = stream[rows] + variants.added
+    added = stream[rows] + tensor.to(stream.device)
     if len(added) < len(stream):
         added = torch.cat([stream[: rows.start], added, stream[rows.stop :]])
     return (added, *output[1:]) if isinstance(output, tuple | list) else added
@@ -171,8 +169,9 @@ class Replay(ABC):
         self.n_blocks = len(self.model.blocks)
         self.batch, self.n_pos = self.recording.tokens.shape
         # `check` sets `joins` or `trims` to False if blocks need all rows or all tokens.
-        self.joins: bool = self.other is None or self.other.joins
-        self.trims: bool = self.other is None or self.other.trims
+        # What features write to later layers has the rows and tokens of the first block.
+        self.joins: bool = not self.recording.later and (self.other is None or self.other.joins)
+        self.trims: bool = not self.recording.later and (self.other is None or self.other.trims)
         self.trims = self.trims and self.metric.positions is not None
         modules = [module for _, module in modules_of(self.model)]
         self._fused = FusedActivations(modules, self.recording.streams[0].dtype)
@@ -208,8 +207,8 @@ class Replay(ABC):
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
-        at_mlp = variants.mlp is not None and variants.block == self.n_blocks - 1
-        return at_mlp or not names <= before
+        at_mlp = variants.added and variants.block == self.n_blocks - 1
+        return bool(at_mlp) or not names <= before
 
     def trimmed_modules(self) -> list[nn.Module]:
         """Return the last block's modules that can run on only the tokens that the metric reads."""
@@ -280,6 +279,25 @@ class Replay(ABC):
             [self.values(Variants(self.n_blocks, first, rows)) for rows in stream.split(at_once)]
         )
 
+    @contextmanager
+    def skipped_writes(self, joined: Joined) -> Iterator[None]:
+        """Supply what features of the layers that are skipped wrote to later layers."""
+        passing, recorded = self.host.passing, self.recording.later
+        if not recorded:
+            yield
+            return
+        n, first = joined.n_rows // self.batch, joined.first
+        passing.skipped = {
+            (layer, source): (x[:, first:].repeat(n, 1, 1), unedited[:, first:].repeat(n, 1, 1))
+            for (layer, source), (x, unedited) in recorded.items()
+            if source < joined.block <= layer
+        }
+        try:
+            with passing.model_pass():
+                yield
+        finally:
+            passing.skipped = {}
+
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
         """Return n copies, as rows, of a block's recorded input, starting at position `first`."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
@@ -321,7 +339,8 @@ class Replay(ABC):
         """An estimate of the largest number of floats per token during a forward pass."""
         d_model = self.recording.streams[0].shape[-1]
         n_heads = max(self.host.n_heads)
-        return 5 * d_model + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
+        later = 2 * len(self.recording.later) * d_model
+        return 5 * d_model + later + max(_WIDEST * self._widest, _SCORES * n_heads * self.n_pos)
 
     def numbers_per_variant(self, first: int) -> int:
         """Estimate the largest number of floats in memory for one variant, without logits."""
@@ -367,7 +386,7 @@ class Replay(ABC):
         for block in untested:
             before, after = self.recording.streams[block : block + 2]
             added = normal_numbers(after.shape).to(after) * after.std()
-            out = self.block_output(Variants(block, 0, before, mlp=mlps[block], added=added))
+            out = self.block_output(Variants(block, 0, before, added=[(mlps[block], added)]))
             scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
             largest.append((out - after - added).abs().max() / scale)
         for block, error in zip(untested, read_all(largest), strict=True):

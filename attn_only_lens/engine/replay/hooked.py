@@ -63,7 +63,8 @@ class HookedReplay(Replay):
     def _run(self, joined: Joined, end: int) -> Residual:
         """Run the blocks before `end`; return the stream that enters `end` for all variants."""
         x = None
-        with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
+        hooks = self.model.hooks(fwd_hooks=joined.hooks)
+        with hooks, joined.added(), self.skipped_writes(joined):
             for index in range(joined.block, end):
                 self.enter(joined, index)
                 x = self._block(index, joined.stream(index, x), joined.first)

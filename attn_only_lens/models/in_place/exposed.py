@@ -50,7 +50,7 @@ class _Exposed(WithNeuronHeads):
     def forward(self, *args: Any, **how: Any) -> Any:
         """Run the model; raise an error if an MLP was replaced, because its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
-        with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
+        with exposed_heads(self)[0].passing.model_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 

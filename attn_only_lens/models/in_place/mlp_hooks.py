@@ -366,6 +366,12 @@ class FeatureHeads(InPlace):
         return feature_gate(self.mlp.threshold, self.mlp.k)
 
     @property
+    def decoders(self) -> list[Float[Tensor, "feature d_model"]]:
+        """The decoders to the MLP output of this layer and, in order, of later layers."""
+        later: Tensor | None = self.mlp.W_later
+        return [self.W_out, *(() if later is None else later)]
+
+    @property
     def joint_gates(self) -> bool:
         """True for the topk activation, where a feature's gate depends on the other features."""
         return self.mlp.k is not None
