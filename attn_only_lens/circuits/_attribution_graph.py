@@ -42,7 +42,7 @@ from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
@@ -224,9 +224,7 @@ def _node_ids(
 
 def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDArray[np.int64]:
     """Return the row indices of the nodes with these ids; raise an error for an unknown id."""
-    heads = [
-        [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_heads)] for x in linear.sublayers
-    ]
+    heads = [names_of(linear.model, x.layer, x.kind) for x in linear.sublayers]
     nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
     rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
     unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]

@@ -170,11 +170,11 @@ def _of_neuron(
     heads: Any = host_of(model).neurons[head.layer]
 
     def preactivation(held: HeldPass) -> Tensor:
-        return held.steps.projections[heads][0][0, position, [head.index]]
+        return held.steps.projections[heads][0][0, position, [head.place(model)]]
 
     run = HeldRun.record(model, tokens, None)
     names, shares = _sources(run, head, position, preactivation)
-    score = run.steps.projections[heads][0][0, position, head.index]
+    score = run.steps.projections[heads][0][0, position, head.place(model)]
     ends = [("name", "position", names, position)]
     return _largest(ends, shares, torch.ones_like(shares[:1]), float(score), top)
 

@@ -21,7 +21,7 @@ from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_map import LinearMap
 from attn_only_lens.engine.positions import Positions, is_by_role, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.heads import HeadName
+from attn_only_lens.engine.sites import names_of
 from attn_only_lens.heads.host import NEURON_KINDS
 
 Node = tuple[int, int]
@@ -172,7 +172,8 @@ def node_frame(
         # The column `gradient` is defined only for a single prompt.
         if has_slope and len(z) == 1 and places.chosen is None:
             slopes = multipliers[0, ..., 0].cpu()[some, heads].tolist()
-        names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
+        labels = names_of(linear.model, writes.layer, writes.kind)
+        names = [labels[head] for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
         means = places.means(values)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
@@ -209,7 +210,8 @@ class LinearGraph:
 
     def _ids(self, index: int, nodes: Sequence[Node]) -> list[str]:
         writes = self._linear.sublayers[index]
-        return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
+        labels = names_of(self._linear.model, writes.layer, writes.kind)
+        return [f"{labels[node]}@{pos}" for pos, node in nodes]
 
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None

@@ -37,6 +37,7 @@ _TYPES = {
     "neuron": "mlp neuron",
     "skip": "transcoder skip",
     "error": _ERROR,
+    "router": "router",
     "rest": _ERROR,
     "embed": "embedding",
     "bias": "embedding",

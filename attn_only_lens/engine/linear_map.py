@@ -402,7 +402,7 @@ def direct_logits(
         key = head.layer, head.kind
         if key not in differences:
             differences[key] = _difference(both.of(*key))
-        writes, index = differences[key], place.new_tensor([head.index])
+        writes, index = differences[key], place.new_tensor([head.place(model)])
         here, index = (x.to(writes.z.device) for x in (place, index))
         written.append(writes.vectors(writes.z[:, here, index], index, here).to(runs.logits))
     if not written:

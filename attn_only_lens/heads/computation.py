@@ -52,6 +52,7 @@ class NeuronHeads(ABC):
     kinds: tuple[HeadKind, ...] = ("neuron",)
     W_out: Float[Tensor, "d_mlp d_model"]
     passing: Any  # the model's `PassState`
+    experts: tuple[int, int] = (0, 0)  # the number of experts, and of the neurons of each
 
     def _add_hook_points(self) -> None:
         self.hook_q = head_point()  # [batch, pos, head_index, d_head=1]

@@ -18,12 +18,16 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import read_all
 from attn_only_lens.errors import UnsupportedCallError
 
-HeadKind = Literal["attention", "neuron", "feature", "skip", "error"]
+HeadKind = Literal["attention", "neuron", "feature", "skip", "error", "router"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 NEURON_KINDS: tuple[HeadKind, ...] = ("neuron", "feature")
 """The kinds of neuron-heads: neurons of MLPs, and features of transcoders."""
-WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error")
-"""The kinds of nodes whose d_head is d_model: a transcoder's skip node and its error node."""
+WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error", "router")
+"""The kinds of nodes with a vector as output and without a pattern.
+
+These are a transcoder's skip node and error node (d_head is d_model), and the router of a mixture
+of experts (d_head is the number of routing weights).
+"""
 HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
     {
         "attention": "heads",
@@ -31,6 +35,7 @@ HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
         "feature": "features",
         "skip": "skip nodes",
         "error": "error nodes",
+        "router": "routers",
     }
 )
 """The plural noun for each kind of head, in messages and pictures."""
@@ -136,6 +141,13 @@ class Host(ABC):
         if kind in NEURON_KINDS:
             return int(self.neurons[layer].n_neurons)
         return self.n_heads[layer] if kind == "attention" else 1
+
+    def experts(self, layer: int, kind: HeadKind) -> tuple[int, int]:
+        """Return the number of experts whose neurons are heads of this kind, and of each's neurons.
+
+        Shared experts, and MLPs that are no mixture, do not count.
+        """
+        return self.neurons[layer].experts if kind == "neuron" else (0, 0)
 
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:

@@ -50,8 +50,8 @@ def circuit_page(
 
     Args:
         nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
-            "embed", "attention", "neuron", "feature", "skip", "error", "bias", "rest", "offset",
-            "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
+            "embed", "attention", "neuron", "feature", "skip", "error", "router", "bias", "rest",
+            "offset", "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
             `attribution` (if this is missing, the node is as strong as its strongest edge).
             Optional: `exact`, the node's exact effect; `status` ("kept", "lost", "gained") if two
             circuits are compared; `outside`, true for sites outside the circuit, which are grey,

@@ -150,15 +150,15 @@ def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
         head = HeadName.parse(name)
         if name in fields:
             continue
-        hooks = _hooks(shown.model, head)
+        hooks, index = _hooks(shown.model, head), head.place(shown.model)
         if hooks not in seen:  # one transfer per layer
             seen[hooks] = [
                 [run.hooked[x][shown.prompt].cpu().double() for x in hooks] for run in runs
             ]
         for side, (z, patterns) in zip(("", "corrupted_"), seen[hooks], strict=False):
-            pattern = patterns[head.index].numpy().round(3)
+            pattern = patterns[index].numpy().round(3)
             if head.kind in NEURON_KINDS:
-                z_of_neuron = short_numbers(z[columns, head.index, 0].tolist(), 3)
+                z_of_neuron = short_numbers(z[columns, index, 0].tolist(), 3)
                 gates = pattern[columns, SELF].tolist()
                 of_side = {f"{side}pattern": gates, f"{side}z": z_of_neuron}
                 fields.setdefault(name, {}).update(of_side)

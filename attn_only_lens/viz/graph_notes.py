@@ -15,6 +15,7 @@ _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
     "skip": "Skip nodes (S): the input of a transcoder, which W_skip maps linearly to the output.",
     "error": "Error nodes (E): the part of the MLP's output that a transcoder misses.",
+    "router": "Routers (R): the weights with which a mixture's experts are multiplied.",
 }
 _BARS = (
     "Bars: the part of a node's inflow that is drawn, which is the sum of the edges that the page "
