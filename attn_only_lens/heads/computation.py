@@ -176,9 +176,12 @@ class NeuronHeads(ABC):
             # As in TransformerLens, a fully masked row attends to nothing.
             pattern = pattern.masked_fill(torch.isnan(pattern), 0.0).permute(1, 3, 2, 0)
         else:
-            pattern = self.gate.pattern(query).transpose(1, 2)
+            pattern = self._gate_pattern(query).transpose(1, 2)
         hooked: Tensor = self.hook_pattern(require_grad_like(pattern, query))
         return hooked
+
+    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+        return self.gate.pattern(query)
 
     def _scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         scores = self.gate.scores(query)

@@ -74,6 +74,8 @@ class PassState(threading.local):
         self.kept_runs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
+        self.routing_rule: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+        self.both_runs = False  # whether the batch holds a clean and a corrupted run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens.model_bridge.generalized_components import NormalizationBridge
+from transformer_lens.model_bridge.generalized_components import MoEBridge, NormalizationBridge
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.devices import normal_numbers, on_cpu
@@ -367,7 +367,7 @@ def require_bridge_weights(model: Any) -> None:
     texts, finite, applied = list[tuple[str, str]](), list[Tensor](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
-        if not isinstance(block.mlp, FeatureMLP):
+        if not isinstance(block.mlp, FeatureMLP | MoEBridge):
             matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
         if getattr(block.mlp, "W_gate", None) is not None:
             matrices["mlp.gate"] = "W_gate"

@@ -51,8 +51,8 @@ def circuit_page(
     Args:
         nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
             "embed", "attention", "neuron", "feature", "skip", "error", "router", "bias", "rest",
-            "offset", "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
-            `attribution` (if this is missing, the node is as strong as its strongest edge).
+            "offset", "metric"), `layer` and `position` (missing if a node has none), `name`,
+            `value`, `attribution` (if it is missing, the node is as strong as its strongest edge).
             Optional: `exact`, the node's exact effect; `status` ("kept", "lost", "gained") if two
             circuits are compared; `outside`, true for sites outside the circuit, which are grey,
             and `strength`, how strong each node is; `denoise` and `noise`, the shares of a
