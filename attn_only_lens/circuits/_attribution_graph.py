@@ -39,7 +39,7 @@ from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import aligned, is_by_role, length_reasons
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
-from attn_only_lens.engine.sites import Sites, SomeSites
+from attn_only_lens.engine.sites import Sites, SomeSites, names_of
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads

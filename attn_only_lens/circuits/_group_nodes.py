@@ -149,7 +149,13 @@ def group_nodes(
     rows = pd.Index(site_ids(sites)).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
     InputError.raise_if(
-        [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
+        [
+            f"got node {x}, a router, which cannot be in a group; expected heads and neurons"
+            if HeadName.parse(x.partition("@")[0]).kind == "router"
+            else f"got node {x}; the model has no such head or position"
+            for x in unknown[:5]
+        ],
+        _PROBLEM,
     )
     grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation=ablation)
     grouped.require_same_runs(graph, model, pair, Places.of(pair, positions))

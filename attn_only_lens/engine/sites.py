@@ -34,7 +34,7 @@ _HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 _PROBLEM = "these heads cannot be selected"
 KINDS: dict[str, tuple[HeadKind, ...]] = {
-    "all": HEAD_KINDS,
+    "all": tuple(kind for kind in HEAD_KINDS if kind != "router"),
     "heads": ("attention",),
     "neurons": ("neuron",),
     "features": ("feature",),
@@ -42,7 +42,10 @@ KINDS: dict[str, tuple[HeadKind, ...]] = {
     "errors": ("error",),
     "routers": ("router",),
 }
-"""The words that select heads by kind."""
+"""The words that select heads by kind.
+
+A router is not among "all", because its output changes only through the neurons of its experts.
+"""
 _WORDS = ", ".join(map(repr, KINDS))
 
 Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]

@@ -53,6 +53,7 @@ class NeuronHeads(ABC):
     W_out: Float[Tensor, "d_mlp d_model"]
     passing: Any  # the model's `PassState`
     experts: tuple[int, int] = (0, 0)  # the number of experts, and of the neurons of each
+    routed_bias = False  # whether routing weights multiply output biases
 
     def _add_hook_points(self) -> None:
         self.hook_q = head_point()  # [batch, pos, head_index, d_head=1]

@@ -35,11 +35,13 @@ class Experts:
     """The experts of one mixture, as transformers stores them.
 
     Attributes:
+        router: the module with the router's weight and perhaps bias.
         stacked: the module with the weights of all routed experts.
         shared: the module with the weights of the shared experts, or None.
         shared_gate: the linear map whose sigmoid multiplies the shared experts, or None.
     """
 
+    router: Any
     stacked: Any
     shared: Any
     shared_gate: Any
@@ -74,6 +76,21 @@ class Experts:
         return torch.cat([rows, self._shared("down_proj").weight.T])
 
     @property
+    def read_matrices(self) -> list[Float[Tensor, "d_model d_mlp"]]:
+        """The matrices that map x to q and to u, without biases, clamps and routing weights."""
+        both = self.stacked.gate_up_proj
+        both = both if self.stacked.is_transposed else both.mT
+        if self.stacked.is_concatenated:
+            parts = both.chunk(2, dim=-1)
+        else:
+            parts = both[..., ::2], both[..., 1::2]
+        matrices = [x.transpose(0, 1).flatten(1) for x in parts]
+        if self.shared is None:
+            return matrices
+        of_shared = [self._shared(name).weight.T for name in ("gate_proj", "up_proj")]
+        return [torch.cat(x, dim=1) for x in zip(matrices, of_shared, strict=True)]
+
+    @property
     def biases(self) -> Float[Tensor, "expert d_model"] | None:
         """The bias of each routed expert's output, which its routing weight multiplies."""
         biases: Tensor | None = getattr(self.stacked, "down_proj_bias", None)
@@ -95,6 +112,13 @@ class Experts:
             return weights
         gate = torch.sigmoid(self.shared_gate(x))
         return torch.cat([weights.to(gate), gate], dim=-1)
+
+    def scores(self, x: Residual) -> Float[Tensor, "batch pos weight"]:
+        """Return the numbers from which the routing weights are computed: the router's logits."""
+        scores = F.linear(x, self.router.weight.to(x), getattr(self.router, "bias", None))
+        if self.shared_gate is None:
+            return scores
+        return torch.cat([scores, self.shared_gate(x)], dim=-1)
 
     def visits(
         self, weights: Float[Tensor, "batch pos weight"]

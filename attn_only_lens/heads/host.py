@@ -76,6 +76,7 @@ class PassState(threading.local):
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
         self.routing_rule: Callable[[Any, Tensor, Tensor], Tensor] | None = None
         self.both_runs = False  # whether the batch holds a clean and a corrupted run
+        self.functions: Any = None  # `FunctionRules` for clamps of pre-activations
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -92,6 +93,22 @@ class PassState(threading.local):
             if is_outermost:
                 errors, self._errors = self._errors, None
                 _raise_if_large(errors)
+
+    @contextmanager
+    def rules(
+        self, gate: Any, routing: Any, both_runs: bool = False, functions: Any = None
+    ) -> Iterator[None]:
+        """Context manager that sets the functions that replace z and the routing weights.
+
+        `functions` replaces other nonlinear functions of the neurons, such as clamps.
+        """
+        before = self.gate_rule, self.routing_rule, self.both_runs, self.functions
+        self.gate_rule, self.routing_rule = gate, routing
+        self.both_runs, self.functions = both_runs, functions
+        try:
+            yield
+        finally:
+            self.gate_rule, self.routing_rule, self.both_runs, self.functions = before
 
     def require_small(self, error: Tensor, message: str) -> None:
         """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
@@ -184,7 +201,8 @@ class Host(ABC):
 
     def is_gated(self, layer: int) -> bool:
         """Return whether the MLP of a layer of the original model has a W_gate."""
-        return getattr(self.neurons[layer].module, "W_gate", None) is not None
+        heads = self.neurons[layer]
+        return bool(heads.experts[0]) or getattr(heads.module, "W_gate", None) is not None
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:

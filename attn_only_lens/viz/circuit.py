@@ -60,7 +60,7 @@ def circuit_page(
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
             were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
-            or "gate"), `weight`; optional: `status`.
+            "gate" or "routing"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
             meaning of that column; `notes`, strings that the page shows; `caption`, strings below

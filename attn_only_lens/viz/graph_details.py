@@ -174,7 +174,7 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
 
     With a corrupted run, a node's output is its clean minus its corrupted output.
     """
-    model = shown.model
+    model, heads = shown.model, heads[heads["kind"] != "router"]  # routers write nothing
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}
         for run in shown.runs

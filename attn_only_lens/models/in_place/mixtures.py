@@ -16,7 +16,7 @@ nothing: their q, v and z, and both weights of their patterns, are 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half, normal_numbers
 from attn_only_lens.engine.recording import of_this_thread
-from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates.exact import Gate
 from attn_only_lens.heads.computation import is_live
 from attn_only_lens.heads.experts import Experts, unwrapped
@@ -90,8 +90,9 @@ def experts_of(mlp: Any) -> Experts:
     shared = next((x for name in _SHARED if (x := getattr(block, name, None)) is not None), None)
     if shared is not None and getattr(unwrapped(shared.down_proj), "bias", None) is not None:
         raise UnknownMLPError("its shared experts have an output bias")
+    router = unwrapped(getattr(block, "gate", None) or getattr(block, "router", None))
     gate = getattr(block, "shared_expert_gate", None)
-    return Experts(stacked, unwrapped(shared), unwrapped(gate))
+    return Experts(router, stacked, unwrapped(shared), unwrapped(gate))
 
 
 def expert_activation(mlp: Any, prefers: str, gates: Mapping[str, Gate]) -> str:
@@ -178,17 +179,18 @@ class MixtureHeads(InPlace):
         return True
 
     @property
+    def routed_bias(self) -> bool:  # type: ignore[override]
+        """True if the experts have output biases, which the routing weights multiply."""
+        return self.parts.biases is not None
+
+    @property
     def b_O(self) -> float:
         return 0.0  # biases of experts depend on the routing weights
 
     @property
     def read_matrices(self) -> list[Float[Tensor, "d_model head_index"]]:
-        """Raise an error: the routing weights are factors of what the neurons read."""
-        reason = (
-            f"layer {self.layer} is a mixture of experts, whose neurons do not multiply their "
-            "input by constant matrices: the routing weights are factors of their values"
-        )
-        raise UnsupportedModelError([reason], "these neurons cannot be read by their weights")
+        """The matrices W_gate and W_in of all neurons, without the routing weights."""
+        return self.parts.read_matrices
 
     @property
     def _is_live(self) -> bool:
@@ -225,12 +227,8 @@ class MixtureHeads(InPlace):
         def look(heads: Any, q: Tensor, up: Tensor | None) -> None:
             seen.append((q, up))
 
-        outer = self.passing.gate_rule
-        try:
-            self.passing.gate_rule = look
+        with self.passing.rules(look, None):
             self.mlp(x)
-        finally:
-            self.passing.gate_rule = outer
         q, up = seen[0]
         assert up is not None
         return q, up
@@ -251,11 +249,13 @@ class MixtureHeads(InPlace):
         if is_live(self.hook_router):
             weights = self.hook_router(weights.clone().unsqueeze(-2)).squeeze(-2)
         visits = parts.visits(weights)
-        q, u = parts.projections(x, self._pairs(visits | parts.visits(before)))
+        pairs = self._pairs(visits, parts.visits(before))
+        with nullcontext() if passing.functions is None else passing.functions.resumed():
+            q, u = parts.projections(x, pairs)
         up = (u * parts.of_neurons(weights)).to(u.dtype)
         values[self.layer, "visits"] = parts.of_neurons(visits, True)
         z = self._through_hooks(q, up, lambda: self.gate.activation(q) * up)
-        if passing.gate_rule is not None:
+        if passing.routing_rule is not None:  # the block's own code does not follow the rules
             return parts.output(z, weights).to(out.dtype)
         plain = self.gate.activation(q) * (u * parts.of_neurons(before)).to(u.dtype)
         change = parts.output(z - plain, weights - before)
@@ -265,10 +265,15 @@ class MixtureHeads(InPlace):
             change = change + result.sum(dim=-2) - z @ W_out
         return out + change.to(out.dtype)
 
-    def _pairs(self, visits: Bool[Tensor, "batch pos expert"]) -> Bool[Tensor, "batch pos expert"]:
-        """Return the experts to compute for each token: with two runs, those of either run."""
+    def _pairs(
+        self, visits: Bool[Tensor, "batch pos expert"], before: Bool[Tensor, "batch pos expert"]
+    ) -> Bool[Tensor, "batch pos expert"]:
+        """Return the experts to compute for each token: with two runs, those of either run.
+
+        Without a rule for gates, they include the experts that it visits before an edit.
+        """
         if not self.passing.both_runs:
-            return visits
+            return visits if self.passing.gate_rule else visits | before
         return visits.unflatten(0, (2, -1)).any(0).repeat(2, 1, 1)
 
     def weights_and_values(
