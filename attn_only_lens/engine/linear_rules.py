@@ -202,7 +202,9 @@ class SecantSteps(Steps):
         def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
             if heads in self._both.routing:  # u is a product with the routing weights
                 assert up is not None
-                up = at_mean(up, self._both.projections[heads][1])
+                of_both = self._both.projections[heads][1]
+                assert of_both is not None
+                up = at_mean(up, of_both)
             query, v = heads._query_and_value(q, up)
             weight, along = slopes[heads]
             inside = weight

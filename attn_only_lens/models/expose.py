@@ -314,10 +314,10 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         for point in heads.points.values():
             stack.callback(point.register_forward_hook(lambda *_: None).remove)
         seen: list[Tensor] = []  # the routing weights, in a mixture of experts, and z
-        for point in (getattr(heads, "hook_router", None), heads.hook_z):
-            if point is not None:
-                hook = point.register_forward_hook(lambda *a: seen.append(a[-1]))
-                stack.callback(hook.remove)
+        looks = [heads.hook_router] if isinstance(heads, MixtureHeads) else []
+        for look in (*looks, heads.hook_z):
+            hook = look.register_forward_hook(lambda *a: seen.append(a[-1]))
+            stack.callback(hook.remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
     differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
     of_sum = differences.new_zeros(())

@@ -217,13 +217,16 @@ def test_pages(wordy):
 def test_saved_results(wordy, tmp_path):
     """Names of experts' neurons and routers survive files."""
     graph = circuits.attribution_graph(wordy, PAIR, top=60)
-    again = load(graph.save(tmp_path / "graph.json"))
+    graph.save(tmp_path / "graph.json")
+    again = load(tmp_path / "graph.json")
     assert again.nodes["id"].tolist() == graph.nodes["id"].tolist()
     circuit = circuits.discover(wordy, PAIR, faithfulness=0.5)
-    again = load(circuit.save(tmp_path / "circuit.json"))
+    circuit.save(tmp_path / "circuit.json")
+    again = load(tmp_path / "circuit.json")
     assert again.frame["name"].tolist() == circuit.frame["name"].tolist()
     sweep = p.activation_patch(wordy, PAIR, sites=["L1E1N3", "L0E4N11", "L0R"])
-    again = load(sweep.save(tmp_path / "sweep.csv"))
+    sweep.save(tmp_path / "sweep.csv")
+    again = load(tmp_path / "sweep.csv")
     assert again.to_frame()["name"].tolist() == sweep.to_frame()["name"].tolist()
 
 

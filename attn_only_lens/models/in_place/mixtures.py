@@ -282,6 +282,7 @@ class MixtureHeads(InPlace):
         up: PreActivation | None,
         index: Int[Tensor, "neuron"] | None = None,
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
+        assert up is not None
         weight, v = super().weights_and_values(q, up, index)
         return torch.where(up == 0, 0.0, weight), v  # experts that are not visited
 
