@@ -203,7 +203,6 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
     return at_mean(x, seen[1], partial(torch.mul, slope(y_1, y_0, x_1, x_0, derivative)))
 
 
-_CONVERSIONS = Tensor.to, Tensor.float, Tensor.type
 _SOFTMAX = torch.softmax, Tensor.softmax, functional.softmax
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax),

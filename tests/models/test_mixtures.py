@@ -129,6 +129,12 @@ def test_edits_of_neurons_experts_and_routing_weights(name):
         return index, chosen.masked_fill(index == expert, 0.0)
 
     assert relative(got, oracle(x, route=drop)) <= bound
+
+    def drop_in_place(weights, hook):
+        weights[..., expert] = 0.0
+
+    in_place = model.run_with_hooks(x, fwd_hooks=[(ROUTER, drop_in_place)])
+    assert relative(in_place, got) <= EXACT
     assert relative(got, plain) > 1e-6, "the control"
 
 

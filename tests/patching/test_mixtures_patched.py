@@ -5,6 +5,7 @@ In the prompts, tokens visit other experts in the clean and in the corrupted run
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from common import D_VOCAB, changed, tokens
@@ -130,6 +131,14 @@ def test_estimates_of_the_last_layer(method):
     assert routers["score"].abs().max() > 1e-3
 
 
+def test_neurons_of_shared_experts_come_last():
+    model = made("qwen2")
+    names = ["L1N3", "L1E4N2", "L1E0N5"]
+    frame = p.activation_patch(model, CONTRAST, sites=p.Sites(names, positions=-1)).to_frame()
+    assert frame["name"].tolist() == ["L1E0N5", "L1E4N2", "L1N3"]
+    assert frame["index"].tolist() == [5, 46, 58]
+
+
 def test_routers_are_no_part_of_all():
     assert "router" not in p.Sites("all").kinds
     frame = p.activation_patch(made("mixtral"), CONTRAST).to_frame()
@@ -197,9 +206,12 @@ def test_statistics(wordy):
         for name, (layer, index) in zip(names, ((1, 15), (1, 28), (0, 59)), strict=True):
             z = cache[f"blocks.{layer}.mlp.hook_neuron_act"][0, :, index, 0]
             rows = frame[(frame["name"] == name) & (frame["text"] == TEXTS.index(text))]
+            r = cache[f"blocks.{layer}.mlp.hook_router"][0, :, 0, index // 12]
             for row in rows.itertuples():
+                assert torch.equal(torch.tensor(row.gates) != 0, r != 0)
                 assert row.value == pytest.approx(z[row.position].item(), abs=1e-6)
     assert set(frame["name"]) == set(names)
+    assert (np.concatenate(frame["gates"].to_list()) == 0).any(), "the control"
 
 
 def test_pages(wordy):
