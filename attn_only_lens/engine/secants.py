@@ -203,6 +203,7 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
     return at_mean(x, seen[1], partial(torch.mul, slope(y_1, y_0, x_1, x_0, derivative)))
 
 
+_CONVERSIONS = Tensor.to, Tensor.float, Tensor.type
 _SOFTMAX = torch.softmax, Tensor.softmax, functional.softmax
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax),
@@ -257,11 +258,7 @@ class FunctionRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it, or run the linear map that replaces the function."""
         kwargs = kwargs or {}
-        if (
-            self._widens
-            and func in (Tensor.to, Tensor.float, Tensor.type)
-            and _narrows(func, args, kwargs)
-        ):
+        if self._widens and func in _CONVERSIONS and _narrows(func, args, kwargs):
             return args[0]
         is_softmax = func in _SOFTMAX
         if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
