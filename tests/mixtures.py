@@ -21,6 +21,7 @@ BASE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LOCAL = {"intermediate_size": SIZE, "num_local_experts": N, "num_experts_per_tok": 3}
 MOE = {"intermediate_size": 13, "moe_intermediate_size": SIZE, "num_experts_per_tok": 3}
 GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+WHOLE = {"layer_types": ["full_attention"] * 2}
 LATENT = {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 6}
 LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 14, "head_dim": 6}
 
@@ -74,6 +75,27 @@ FAMILIES = {
         "Glm4MoeConfig", MOE | GROUPS | {"n_shared_experts": 1}, shared="shared_experts"
     ),
     "minimax": Family("MiniMaxM2Config", LOCAL),
+    "flex_olmo": Family("FlexOlmoConfig", LOCAL | {"num_experts": N}),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        MOE | WHOLE | {"num_experts": N, "shared_expert_intermediate_size": 7},
+        shared="shared_expert",
+    ),
+    "lfm2": Family(
+        "Lfm2MoeConfig", MOE | WHOLE | {"num_experts": N, "num_dense_layers": 0}, "feed_forward"
+    ),
+    "jamba": Family(
+        "JambaConfig",
+        LOCAL
+        | {"num_experts": N, "attn_layer_period": 1, "attn_layer_offset": 0}
+        | {"expert_layer_period": 1, "expert_layer_offset": 0, "use_mamba_kernels": False},
+        "feed_forward",
+    ),
+    "glm4_lite": Family(
+        "Glm4MoeLiteConfig",
+        MOE | GROUPS | LATENT | {"n_shared_experts": 1, "mlp_layer_types": ["sparse"] * 2},
+        shared="shared_experts",
+    ),
 }
 
 
@@ -163,7 +185,7 @@ class Oracle:
             q = torch.cat([q, linear(self.shared.gate_proj, x)], dim=1)
             u_shared = linear(self.shared.up_proj, x)
             gate = torch.ones_like(x[:, :1])
-            if self.name == "qwen2":
+            if hasattr(self.block, "shared_expert_gate"):
                 gate = torch.sigmoid(linear(self.block.shared_expert_gate, x))
                 r = torch.cat([r, gate], dim=1)
             u, factor = (

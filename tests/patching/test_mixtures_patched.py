@@ -251,6 +251,34 @@ def test_a_saved_model(wordy, tmp_path):
     assert torch.equal(caches[0][point], caches[1][point])
 
 
+@torch.no_grad()
+def test_interventions():
+    """Heads that are set or ablated are those that hooks set."""
+    model, point = made("mixtral"), "blocks.0.mlp.hook_neuron_act"
+
+    def put(value):
+        def hook(x, hook):
+            x[:, 4, 14] = value
+            return x
+
+        return model.run_with_hooks(CLEAN, fwd_hooks=[(point, hook)])
+
+    with p.ablated(model, ["L0E1N3@4"]):
+        assert torch.equal(model(CLEAN), put(0.0))
+    with p.steered(model, {"L0E1N3@4": 4.0}):
+        got = model(CLEAN)
+    z = model.run_with_cache(CLEAN)[1][point][0, 4, 14, 0]
+    assert (got - put(z + 4.0)).abs().max() <= 1e-12 * got.abs().max()
+    assert (got - model(CLEAN)).abs().max() > 1e-3, "the control"
+
+
+def test_noise_of_routers_in_training_is_refused():
+    model = exposed("mixtral", router_jitter_noise=0.1)
+    model.train()
+    with pytest.raises(InputError, match="noise on the inputs of routers is active"):
+        p.activation_patch(model, CONTRAST, sites=["L0E1N3"])
+
+
 def test_refused(wordy, tmp_path):
     model = made("mixtral")
     with pytest.raises(UnsupportedModelError, match="layer 1 is a mixture of experts: the values"):

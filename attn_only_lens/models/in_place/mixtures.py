@@ -86,7 +86,10 @@ def experts_of(mlp: Any) -> Experts:
         if getattr(stacked, name, None) is not value
     ]
     if reasons:
-        raise UnknownMLPError(f"its experts, {a_type(stacked)}, have {', '.join(reasons)}")
+        wanted = ", ".join(f"{name}={value}" for name, value in expected.items())
+        raise UnknownMLPError(
+            f"its experts, {a_type(stacked)}, have {', '.join(reasons)}; expected {wanted}"
+        )
     shared = next((x for name in _SHARED if (x := getattr(block, name, None)) is not None), None)
     if shared is not None and getattr(unwrapped(shared.down_proj), "bias", None) is not None:
         raise UnknownMLPError("its shared experts have an output bias")
