@@ -500,7 +500,9 @@ INTRODUCTION = """\
 
 This page shows which public functions work on a small model with GPT-2's architecture: a
 `TransformerBridge` around a Hugging Face transformers model, with transformer-lens 4 and 3.9, and a
-`HookedTransformer`, which only 3.9 has.
+`HookedTransformer`, which only 3.9 has. The second column is a `TransformerBridge` around a
+[mixture of experts](mixtures.md) with Qwen2-MoE's architecture, with transformer-lens 4; with 3.9,
+`expose_neuron_heads` refuses every mixture.
 
 - *works*: the call returned a plausible result; other tests check the result in detail;
 - *refused*: the call raised an error from this package; the messages are listed below.
@@ -553,7 +555,13 @@ def page(cells):
     reasons = []
     lines = [INTRODUCTION]
     for package, title in TITLES.items():
-        lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |", "| --- | --- | --- | --- |"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            f"| | {' | '.join(KINDS)} |",
+            f"| --- |{' --- |' * len(KINDS)}",
+        ]
         for name, row_cells in (
             (n, row) for (package_of, n), row in cells.items() if package_of == package
         ):

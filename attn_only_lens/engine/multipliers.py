@@ -201,9 +201,20 @@ def run_both(
         options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
         with steps.recorded(both_runs=True):
             both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
+    _require_heads(both)
     runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, held)
     keep_runs(model, pair, runs, key)
     return runs
+
+
+def _require_heads(both: Recording) -> None:
+    """Raise an error if z has no axis of heads, as in bridges with latent attention (DeepSeek)."""
+    reasons = [
+        f"{name} has shape {list(z.shape)}; expected [batch, pos, head_index, d_head]"
+        for name, z in both.hooked.items()
+        if z.ndim != 4
+    ]
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
 
 def _digest(held: Mapping[str, Held]) -> str:

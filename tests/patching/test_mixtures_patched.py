@@ -296,3 +296,8 @@ def test_refused(wordy, tmp_path):
         circuits.attribution_graph(made("gpt_oss"), CONTRAST)
     with pytest.raises(InputError, match="W_Q is not available"):
         circuits.attribution_graph(made("deepseek3"), CONTRAST)
+    for call in (p.attribution, circuits.discover):
+        options = {"method": p.Estimate("secant", budget=0)} if call is p.attribution else {}
+        with pytest.raises(UnsupportedModelError, match=r"expected \[batch, pos, head_index"):
+            call(made("deepseek3"), CONTRAST, **options)
+    assert len(p.activation_patch(made("deepseek3"), CONTRAST, sites=["L1E0N3", "L0N2"]).frame)
