@@ -555,13 +555,8 @@ def page(cells):
     reasons = []
     lines = [INTRODUCTION]
     for package, title in TITLES.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            f"| | {' | '.join(KINDS)} |",
-            f"| --- |{' --- |' * len(KINDS)}",
-        ]
+        lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |"]
+        lines.append("| --- |" + " --- |" * len(KINDS))
         for name, row_cells in (
             (n, row) for (package_of, n), row in cells.items() if package_of == package
         ):

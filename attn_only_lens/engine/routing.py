@@ -67,9 +67,7 @@ class RoutingRule:
         shared = _sigmoid_slope(scores[..., n_experts:])
 
         def back_all(multiplier: Tensor) -> Tensor:
-            routed = back(multiplier[..., :n_experts].masked_fill(~same, 0.0)).masked_fill(
-                ~same, 0.0
-            )
+            routed = back(multiplier[..., :n_experts]).masked_fill(~same, 0.0)
             return torch.cat([routed, multiplier[..., n_experts:] * shared], dim=-1)
 
         every = torch.cat([same.expand_as(clean), torch.ones_like(shared, dtype=torch.bool)], -1)

@@ -44,7 +44,7 @@ def name_of(index, n, size):
     return f"L0E{index // size}N{index % size}" if index < n * size else f"L0N{index - n * size}"
 
 
-@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+@pytest.mark.parametrize("part", ["z", "pattern", "value"])
 @pytest.mark.parametrize("name", EXACT)
 def test_sweeps_of_neurons(name, part):
     """A neuron's z is patched in at tokens that do not visit its expert; its parts are 0 there."""
@@ -58,7 +58,6 @@ def test_sweeps_of_neurons(name, part):
         "z": clean["z"] - corrupted["z"],
         "pattern": (w_1 - w_0) * corrupted["v"],
         "value": w_0 * (clean["v"] - corrupted["v"]),
-        "q": (w_1 - w_0) * corrupted["v"],
     }[part]
     W_out, before = plain.W_out(), metric(plain(CORRUPTED))
     largest, different = 0.0, 0
@@ -283,6 +282,10 @@ def test_refused(wordy, tmp_path):
     model = made("mixtral")
     with pytest.raises(UnsupportedModelError, match="layer 1 is a mixture of experts: the values"):
         p.path_patch(model, CONTRAST, p.Edges(["L0E1N3"], ["L1E1N3"]))
+    for sites in ("neurons", ["L0E1N3"]):
+        with pytest.raises(InputError, match="expected part='pattern', which has the same"):
+            p.activation_patch(model, CONTRAST, sites=sites, part="q")
+    assert len(p.activation_patch(model, CONTRAST, sites="heads", part="q").frame)
     graph = circuits.attribution_graph(model, CONTRAST, top=60)
     with pytest.raises(InputError, match="a neuron of an expert, for which this format"):
         graph.save(tmp_path / "graph.json", format="neuronpedia")

@@ -44,7 +44,7 @@ from attn_only_lens.models.in_place.mlp_hooks import (
 )
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, head_point
 
-_SHARED = "shared_expert", "shared_experts", "shared_mlp"
+_SHARED = "shared_expert", "shared_experts"
 _PARTS = {"gate", "router", "experts", "shared_expert_gate", *_SHARED}
 _STACKS = ("gate_up_proj", "down_proj")
 
@@ -91,7 +91,10 @@ def experts_of(mlp: Any) -> Experts:
             f"its experts, {a_type(stacked)}, have {', '.join(reasons)}; expected {wanted}"
         )
     shared = next((x for name in _SHARED if (x := getattr(block, name, None)) is not None), None)
-    if shared is not None and getattr(unwrapped(shared.down_proj), "bias", None) is not None:
+    weights = [getattr(unwrapped(shared), f"{name}_proj", None) for name in ("gate", "up", "down")]
+    if shared is not None and None in weights:
+        raise UnknownMLPError("its shared experts are no gated MLP with three projections")
+    if getattr(unwrapped(weights[-1]), "bias", None) is not None:
         raise UnknownMLPError("its shared experts have an output bias")
     router = unwrapped(getattr(block, "gate", None) or getattr(block, "router", None))
     gate = getattr(block, "shared_expert_gate", None)
