@@ -158,9 +158,14 @@ def test_parts_and_results():
             return value
         return value + noise.unsqueeze(-1)
 
+    def add_in_place(value, hook):
+        value.copy_(add(value, hook))
+
     for point, expected in z.items():
         got = model.run_with_hooks(x, fwd_hooks=[(mlp_hook(point), add)])
         assert relative(got, oracle(x, added=(expected - true["z"]) @ W_out)) <= EXACT, point
+        in_place = model.run_with_hooks(x, fwd_hooks=[(mlp_hook(point), add_in_place)])
+        assert torch.equal(in_place, got), point
     model.set_use_attn_result(True)
     _, cache = model.run_with_cache(x)
     assert relative(cache[mlp_hook("result")].sum(2), cache["blocks.1.hook_mlp_out"]) <= EXACT

@@ -260,10 +260,13 @@ class MixtureHeads(InPlace):
             q, u = parts.projections(x, pairs)
         up = (u * parts.of_neurons(weights)).to(u.dtype)
         values[self.layer, "visits"] = parts.of_neurons(visits, True)
-        z = self._through_hooks(q, up, lambda: self.gate.activation(q) * up)
+        activated = self.gate.activation(q)
+        z = self._through_hooks(q, up, lambda: activated * up)
         if passing.routing_rule is not None:  # the block's own code does not follow the rules
             return parts.output(z, weights).to(out.dtype)
-        plain = self.gate.activation(q) * (u * parts.of_neurons(before)).to(u.dtype)
+        plain = activated * (
+            up if weights is before else (u * parts.of_neurons(before)).to(u.dtype)
+        )
         change = parts.output(z - plain, weights - before)
         if self._results:
             W_out = self.W_out
