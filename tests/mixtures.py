@@ -193,7 +193,15 @@ class Oracle:
                 torch.cat([factor, gate.expand_as(u_shared)], 1),
             )
         weight = torch.sigmoid((1.702 if self.name == "gpt_oss" else 1.0) * q)
-        values = {"r": r, "q": q, "u": u, "v": q * u * factor, "w": weight, "factor": factor}
+        values = {
+            "x": x,
+            "r": r,
+            "q": q,
+            "u": u,
+            "v": q * u * factor,
+            "w": weight,
+            "factor": factor,
+        }
         values["z"] = weight * values["v"]
         return {key: x.unflatten(0, shape) for key, x in values.items()}
 

@@ -175,6 +175,25 @@ def test_parts_and_results():
     assert relative(by_result, by_z) <= EXACT
 
 
+@every
+@torch.no_grad()
+def test_matrices(name):
+    """The matrices that the neurons of all experts read with, without routing weights."""
+    heads, oracle = exposed(name).blocks[1].mlp._neuron_heads, Oracle(name)
+    true, matrices = oracle.neurons(tokens()), heads.read_matrices
+    assert torch.equal(heads.W_out, oracle.W_out())
+    if name == "gpt_oss":  # biases and clamps follow
+        both = oracle.block.experts.gate_up_proj
+        of_neuron = both[2][:, 14], both[2][:, 15]
+        assert all(
+            torch.equal(W[:, 2 * SIZE + 7], w) for W, w in zip(matrices, of_neuron, strict=True)
+        )
+        return
+    for W, point in zip(matrices, ("q", "u"), strict=True):
+        assert relative(true["x"] @ W, true[point]) <= EXACT
+        assert relative(true["x"] @ W.roll(1, 1), true[point]) > 0.1, "the control"
+
+
 @torch.no_grad()
 def test_edits_inside_the_block_are_kept():
     """Hooks of TransformerLens inside the block act, whether or not the neuron-heads have hooks."""
