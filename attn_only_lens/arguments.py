@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _NUMBER = r"(0|[1-9]\d*)"
-NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER})")
+NAME = re.compile(rf"L{_NUMBER}(?:([SER])|(?:E{_NUMBER}(?=N))?([HNF]){_NUMBER})")
 """The name of a head, which `heads.names` explains; commands check it before they import torch."""
 
 

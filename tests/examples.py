@@ -16,12 +16,15 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 HOOKED = "An attention-only model"
 """The title of sections that need HookedTransformer, on any page."""
+NEWER = "An example with transformer-lens 4"
+"""The title of sections that need transformer-lens 4, on any page."""
 
 
 def run(text, name):
     """Run the examples in a text that the installed version supports, and return their number."""
-    if int(version("transformer-lens").split(".")[0]) >= 4 and f"\n## {HOOKED}\n" in text:
-        text = text.replace(section(text, HOOKED), "")
+    title = HOOKED if int(version("transformer-lens").split(".")[0]) >= 4 else NEWER
+    if f"\n## {title}\n" in text:
+        text = text.replace(section(text, title), "")
     blocks = EXAMPLE.findall(text)
     namespace = {}
     for number, block in enumerate(blocks):

@@ -20,6 +20,7 @@ from io import StringIO
 from pathlib import Path
 
 import bridges
+import mixtures
 import models
 import torch
 from common import BATCH, D_VOCAB, POS, tokens
@@ -43,9 +44,11 @@ HOOKED, BRIDGE, BRIDGE_4 = (
     "TransformerBridge, 3.9",
     "TransformerBridge, 4",
 )
-KINDS = (BRIDGE_4, BRIDGE, HOOKED)
-HERE = (BRIDGE, HOOKED) if HAS_HOOKED_TRANSFORMER else (BRIDGE_4,)
+MIXTURE = "mixture of experts, 4"
+KINDS = (BRIDGE_4, MIXTURE, BRIDGE, HOOKED)
+HERE = (BRIDGE, HOOKED) if HAS_HOOKED_TRANSFORMER else (BRIDGE_4, MIXTURE)
 WORKS = "works"
+SIZES = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 8}  # for its kernels
 TEXT, OTHER = "w3 w5 w7 w2", "w3 w5 w11 w2"
 WORDS = [f"w{i}" for i in range(POS)]
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -70,6 +73,7 @@ class Kit:
             made.set_tokenizer(tokenizer)
         else:
             made.tokenizer = tokenizer
+        made.cfg.default_prepend_bos = True
         made.tokenizer.chat_template = "{{ messages[0]['content'] }} w2"
         return made
 
@@ -80,6 +84,8 @@ class Kit:
     def _built(self, hooked, bridge):
         if self.kind == HOOKED:
             return models.build(hooked, torch.float32, d_vocab_out=D_VOCAB)
+        if self.kind == MIXTURE:
+            return mixtures.boot("qwen2", torch.float32, **SIZES)
         return bridges.boot(bridge, torch.float32)
 
     @cached_property
@@ -135,7 +141,10 @@ class Kit:
         folder.mkdir()
         if self.kind == HOOKED:
             return models.source_folder(folder)
-        bridges.original("gpt2", torch.float32).save_pretrained(folder)
+        if self.kind == MIXTURE:
+            mixtures.original("qwen2", torch.float32, **SIZES).save_pretrained(folder)
+        else:
+            bridges.original("gpt2", torch.float32).save_pretrained(folder)
         tiny_tokenizer(D_VOCAB, folder)
         return folder
 
@@ -491,7 +500,9 @@ INTRODUCTION = """\
 
 This page shows which public functions work on a small model with GPT-2's architecture: a
 `TransformerBridge` around a Hugging Face transformers model, with transformer-lens 4 and 3.9, and a
-`HookedTransformer`, which only 3.9 has.
+`HookedTransformer`, which only 3.9 has. The second column is a `TransformerBridge` around a
+[mixture of experts](mixtures.md) with Qwen2-MoE's architecture, with transformer-lens 4; with 3.9,
+`expose_neuron_heads` refuses every mixture.
 
 - *works*: the call returned a plausible result; other tests check the result in detail;
 - *refused*: the call raised an error from this package; the messages are listed below.
@@ -544,7 +555,8 @@ def page(cells):
     reasons = []
     lines = [INTRODUCTION]
     for package, title in TITLES.items():
-        lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |", "| --- | --- | --- | --- |"]
+        lines += ["", f"## {title}", "", f"| | {' | '.join(KINDS)} |"]
+        lines.append("| --- |" + " --- |" * len(KINDS))
         for name, row_cells in (
             (n, row) for (package_of, n), row in cells.items() if package_of == package
         ):

@@ -42,7 +42,7 @@ from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads import host_of, reasons_without_heads
 from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
@@ -236,8 +236,11 @@ def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDA
         except InputError:
             return -1
         start, n_heads = firsts.get((head.layer, head.kind), (0, 0))
-        known = place in places and head.index < n_heads and str(head) == name
-        return start + places.index(place) * n_heads + head.index if known else -1
+        index = head.place(linear.model) if n_heads else 0
+        if place not in places or index >= n_heads:
+            return -1
+        known = str(HeadName.at(linear.model, head.layer, head.kind, index)) == name
+        return start + places.index(place) * n_heads + index if known else -1
 
     rows = np.array([row(site) for site in wanted], dtype=np.int64)
     unknown = [site for site, number in zip(wanted, rows, strict=True) if number < 0]

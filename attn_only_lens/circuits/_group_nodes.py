@@ -149,7 +149,13 @@ def group_nodes(
     rows = pd.Index(site_ids(sites)).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
     InputError.raise_if(
-        [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
+        [
+            f"got node {x}, a router, which cannot be in a group; expected heads and neurons"
+            if HeadName.parse(x.partition("@")[0]).kind == "router"
+            else f"got node {x}; the model has no such head or position"
+            for x in unknown[:5]
+        ],
+        _PROBLEM,
     )
     grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation=ablation)
     grouped.require_same_runs(graph, model, pair, Places.of(pair, positions))
@@ -241,7 +247,7 @@ def _similar_weights(
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"].isin(NEURON_KINDS)].groupby("layer", observed=True):
-        sites = LayerSites.of(map(HeadName.parse, some["name"]))
+        sites = LayerSites.of(model, map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
         # If a neuron's output is smaller in the clean run, `write` points against the neuron's
         # output direction, so the sign of `read` is flipped too.
@@ -367,7 +373,9 @@ class _GroupedModel(AblatedModel):
         change = changes[name][:, :, head]
         z = (change * here.to(change)[..., None]).sum(dim=1)
         site = HeadName.parse(str(self.sites["name"][row]))
-        return self._matrices.outputs(LayerSites.of([site] * len(z)), z).double()
+        return self._matrices.outputs(
+            LayerSites.of(self._matrices.model, [site] * len(z)), z
+        ).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
         """Return each site's mean output to the residual stream, clean minus corrupted run."""

@@ -332,5 +332,7 @@ class _RankedPaths:
         position, place = divmod(number - 1, self._starts[-1])
         index = bisect_right(self._starts, place) - 1
         writes = self._linear.sublayers[index]
-        head = HeadName(writes.layer, writes.kind, place - self._starts[index])
+        head = HeadName.at(
+            self._linear.model, writes.layer, writes.kind, place - self._starts[index]
+        )
         return f"{head}@{position}"

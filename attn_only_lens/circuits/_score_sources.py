@@ -173,13 +173,22 @@ def _of_neuron(
     heads: Any = host_of(model).neurons[head.layer]
 
     def preactivation(held: HeldPass) -> Tensor:
-        return held.steps.projections[heads][0][0, position, [head.index]]
+        return held.steps.projections[heads][0][0, position, [head.place(model)]]
 
     run = HeldRun.record(model, tokens, None)
+    _require_visit(run, heads, head, position)
     names, shares = _sources(run, head, position, preactivation)
-    score = run.steps.projections[heads][0][0, position, head.index]
+    score = run.steps.projections[heads][0][0, position, head.place(model)]
     ends = [("name", "position", names, position)]
     return _largest(ends, shares, torch.ones_like(shares[:1]), float(score), top)
+
+
+def _require_visit(run: HeldRun, heads: Any, head: HeadName, position: int) -> None:
+    """Raise an error if a token does not visit the expert of a neuron."""
+    if head.expert is None or run.steps.routing[heads][1][0, position, head.expert] != 0:
+        return
+    reason = f"the token at position {position} does not visit the expert of {head}"
+    raise InputError([reason], _PROBLEM)
 
 
 def _of_attention(

@@ -8,6 +8,8 @@ The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
     feature    L5F1234@7      a feature of a transcoder
     skip       L5S@7          the input of a transcoder, which its W_skip maps to the output
     error      L5E@7          what a transcoder misses of the MLP's output; it has no incoming edges
+    router     L5R@7          the router of a mixture, at a token that visits other experts in the
+                              two runs; it has no incoming edges
     bias       bias           all biases, wherever they are added
     rest       rest           heads and neurons that are not nodes of this graph
     offset     offset         the part of a metric that is not linear in the logits
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
-EDGE_KINDS = ("value", "q", "k", "gate")
+EDGE_KINDS = ("value", "q", "k", "gate", "routing")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
 Format: TypeAlias = Literal["attn_only_lens", "neuronpedia"]
@@ -66,7 +68,7 @@ class CircuitGraph:
             neuron's output; missing for several prompts);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
-            "k", "gate"), `weight`; by role also `error`.
+            "k", "gate", "routing"), `weight`; by role also `error`.
         tokens: the tokens of each clean prompt, as strings; by role, the roles.
         metric: the metric's name.
         value: the metric, or its change from the corrupted to the clean run.

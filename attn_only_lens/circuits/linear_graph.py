@@ -5,6 +5,7 @@ and the vector with which the target reads it. All heads that are not nodes are 
 source, "rest". A graph with K nodes therefore needs K² dot products, whatever the model's size.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,12 +22,14 @@ from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_map import LinearMap
 from attn_only_lens.engine.positions import Positions, is_by_role, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.heads import HeadName
+from attn_only_lens.engine.sites import names_of
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
 _BLOCK = 2**24  # the maximum number of values in memory at once on the CPU: 64 MiB in float32
+_ROUTER = re.compile(r"(L\d+)\w*@")  # the layer of a neuron, in an id
 _SHARE = 0.1  # the largest fraction of a device's free memory to use
 
 
@@ -172,10 +175,20 @@ def node_frame(
         # The column `gradient` is defined only for a single prompt.
         if has_slope and len(z) == 1 and places.chosen is None:
             slopes = multipliers[0, ..., 0].cpu()[some, heads].tolist()
-        names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
+        labels = names_of(linear.model, writes.layer, writes.kind)
+        names = [labels[head] for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
         means = places.means(values)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
+    for layer, contributions in linear.routers.items():
+        by_place = places.sums(contributions.unsqueeze(-1))[..., 0]
+        some = [place for place in places.real if by_place[:, place].any()]
+        name = host_of(linear.model).hook_name(layer, "router", "z")
+        weights = linear.run.recording.hooked[name][: len(by_place)].flatten(2)
+        means = places.means(weights.norm(dim=-1, keepdim=True))[some, 0]
+        add(("router", layer), [f"L{layer}R"] * len(some), some, means, by_place[:, some])
+        if places.chosen is not None:
+            rest += float(contributions.cpu().double().sum() - by_place.sum())
     if places.chosen is not None:  # tokens without a role
         rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, linear.bias), "rest": (0.0, rest)}
@@ -209,7 +222,8 @@ class LinearGraph:
 
     def _ids(self, index: int, nodes: Sequence[Node]) -> list[str]:
         writes = self._linear.sublayers[index]
-        return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
+        labels = names_of(self._linear.model, writes.layer, writes.kind)
+        return [f"{labels[node]}@{pos}" for pos, node in nodes]
 
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
@@ -270,9 +284,13 @@ def _edges_of(
         weights = by_prompt.sum(0)
         row, column = (x.numpy() for x in weights.nonzero(as_tuple=True))
         names = [*sources[: weights.shape[1] - 2], "rest", "bias"]
+        named = np.array(names, dtype=object)[column]
+        if kind == "routing":  # the part that is not read from the stream
+            routers = [_ROUTER.sub(r"\1R@", target) for target in targets]
+            named = np.where(named == "bias", np.array(routers, dtype=object)[row], named)
         frame = pd.DataFrame(
             {
-                "source": np.array(names, dtype=object)[column],
+                "source": named,
                 "target": np.array(targets, dtype=object)[row],
                 "kind": kind,
                 "weight": weights[row, column].double().numpy(),

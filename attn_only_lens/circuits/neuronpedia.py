@@ -37,6 +37,7 @@ _TYPES = {
     "neuron": "mlp neuron",
     "skip": "transcoder skip",
     "error": _ERROR,
+    "router": "router",
     "rest": _ERROR,
     "embed": "embedding",
     "bias": "embedding",
@@ -135,8 +136,13 @@ def _nodes(graph: Any, labels: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _reasons(ids: list[str], labels: object, groups: object) -> list[str]:
-    """Return a message for each wrong label and group."""
+    """Return a message for each wrong label and group, and for neurons of experts."""
     reasons = list[str]()
+    if of_experts := [x for x in ids if x.startswith("L") and "E" in x and "N" in x]:
+        reasons.append(
+            f"got node {of_experts[0]}, a neuron of an expert, for which this format has no "
+            "number; expected format='attn_only_lens'"
+        )
     if not isinstance(labels, Mapping) or not all(
         isinstance(text, str) for pair in labels.items() for text in pair
     ):

@@ -111,7 +111,7 @@ def reasons_of_another_run(
     heads, host, values = graph.heads, host_of(model), list[float]()
     for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
         head = HeadName.parse(name)
-        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.index]
+        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.place(model)]
         sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
         index = places.names.index(place)
         values.append(float(places.means(sizes.unsqueeze(-1))[index, 0]))

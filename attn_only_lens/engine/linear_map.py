@@ -16,6 +16,10 @@ attribution of t, and the edges out of s to the attribution of s:
 
     value       through the head's values, at the mean pattern
     q, k, gate  through the head's pattern; keys of neuron-heads are constant
+    routing     through the routing weights of a mixture of experts, a factor of its neurons' values
+
+If a token visits other experts in the two runs, the change in its routing weights is not divided
+among the sources that the router reads (`routing.py`): the router is a source itself.
 
 In `of_run`, z, x_0 and w are from one run, and patterns and norm scales are held at their values in
 this run. The edges of kind "value" add up. This is relevance propagation with frozen attention
@@ -47,9 +51,14 @@ from attn_only_lens.engine.held_run import (
     reader_of,
     readers_of,
 )
-from attn_only_lens.engine.linear_rules import Steps
+from attn_only_lens.engine.linear_rules import SecantSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
-from attn_only_lens.engine.multipliers import BothRuns, run_both, secant_multipliers
+from attn_only_lens.engine.multipliers import (
+    BothRuns,
+    Multipliers,
+    run_both,
+    secant_multipliers,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.secants import Valve, Weights, mean, norm_change
 from attn_only_lens.engine.writes import (
@@ -139,6 +148,7 @@ class LinearMap:
         z: the z of each sublayer's heads in the (clean) run.
         shares: the weight of each prompt in the metric's mean.
         is_difference: whether this is the difference of two runs.
+        routers: the contributions of routers that are sources, by layer.
     """
 
     model: Any
@@ -154,6 +164,7 @@ class LinearMap:
     z: list[Outputs]
     shares: tuple[float, ...]
     is_difference: bool
+    routers: dict[int, Float[Tensor, "batch pos"]]
     _routes: list[dict[str, Route]] = field(repr=False)
     _valve: Valve = field(repr=False)
 
@@ -297,6 +308,7 @@ def of_difference(
         z=[writes.z[: len(clean)] for writes in both.sublayers],
         shares=bound.shares(len(clean)),
         is_difference=True,
+        routers=_routers(host, result),
         _routes=_routes(host, sublayers, points, result.nodes, result.steps),
         _valve=result.steps.functions.valve,
     )
@@ -368,6 +380,7 @@ def of_held_run(recorded: HeldRun, metric: BoundMetric, *, patterns: bool = True
         z=[x.z for x in writes.sublayers],
         shares=metric.shares(len(writes.embedding)),
         is_difference=False,
+        routers={},
         _routes=_routes(
             *(host, writes.sublayers, points, held.nodes, held.steps), empty, patterns=patterns
         ),
@@ -400,9 +413,12 @@ def direct_logits(
     places = torch.tensor([position for _, position in nodes], device=runs.logits.device)
     for (head, _), place in zip(nodes, places.split(1), strict=True):
         key = head.layer, head.kind
+        if head.kind == "router":  # it writes nothing
+            written.append(torch.zeros_like(_minus(both.embedding)[:, :1]).to(runs.logits))
+            continue
         if key not in differences:
             differences[key] = _difference(both.of(*key))
-        writes, index = differences[key], place.new_tensor([head.index])
+        writes, index = differences[key], place.new_tensor([head.place(model)])
         vectors = []
         for x in writes.everywhere:
             here, head_index = (number.to(x.z.device) for number in (place, index))
@@ -458,7 +474,25 @@ def _routes(
             if gate.inside.requires_grad:
                 alone = None if empty is None else empty.steps.gates[heads].query
                 routes["gate"] = Route(through(gate, gate.query, z), alone, 2, normed)
+            if isinstance(steps, SecantSteps) and heads in steps.routes:
+                routing = steps.routes[heads]
+                way = (z, routing.outside), (routing.inside, read)
+                routes["routing"] = Route(way, routing.whole, 1, normed)
     return by_sublayer
+
+
+def _routers(host: Any, result: Multipliers) -> dict[int, Float[Tensor, "batch pos"]]:
+    """Return the contributions of routers that are sources, by layer."""
+    names = {
+        layer: host.hook_name(layer, "router", "z")
+        for layer in range(host.n_layers)
+        if "router" in host.kinds(layer)
+    }
+    hooked = result.runs.recording.hooked
+    return {
+        layer: (result.sources[name] * _minus(hooked[name])).sum((-2, -1))
+        for layer, name in names.items()
+    }
 
 
 def _difference(both: SublayerWrites) -> SublayerWrites:

@@ -23,6 +23,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.devices import read_all
 from attn_only_lens.engine.recording import Hooks, input_stream, of_this_thread
+from attn_only_lens.engine.routing import Routing, RoutingRule
 from attn_only_lens.engine.secants import (
     Both,
     FunctionRules,
@@ -48,6 +49,7 @@ class Steps:
     Attributes:
         norms: the inputs and outputs of norms.
         projections: the pre-activations q and u of neuron-heads.
+        routing: the inputs and the routing weights of mixtures of experts.
         functions: the nonlinear functions that attention calls.
         reads: the residual stream as each norm, or each module without a norm before it, reads it.
         gates: the attention weights of neuron-heads.
@@ -58,6 +60,7 @@ class Steps:
         self._host = host_of(model)
         self.norms: dict[nn.Module, Both] = {}
         self.projections: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self.routing: dict[Any, Both] = {}
         self.functions = FunctionRules(paused=True) if functions is None else functions
         self.reads: dict[nn.Module, Tensor] = {}
         self.normed: dict[nn.Module, list[Tensor]] = {}
@@ -65,8 +68,12 @@ class Steps:
         self.gates: dict[Any, Weights] = {}
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Context manager that records the inputs and outputs of norms and nonlinear functions."""
+    def recorded(self, *, both_runs: bool = False) -> Iterator[None]:
+        """Context manager that records the inputs and outputs of norms and nonlinear functions.
+
+        `both_runs` tells that the batch holds two runs, first the clean prompts. Experts that a
+        token visits in one of the runs are then computed in both.
+        """
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -74,11 +81,22 @@ class Steps:
         def look_at_gate(heads: Any, q: Tensor, up: Tensor | None) -> None:
             self.projections[heads] = q.detach(), None if up is None else up.detach()
 
-        with self._attached({module: look for module in self._host.norm_modules()}, look_at_gate):
+        def look_at_routing(heads: Any, x: Tensor, weights: Tensor) -> Tensor:
+            self.routing[heads] = x.detach(), weights.detach()
+            return weights
+
+        norms = {module: look for module in self._host.norm_modules()}
+        with self._attached(norms, look_at_gate, look_at_routing, both_runs):
             yield
 
     @contextmanager
-    def _attached(self, norm_hooks: Mapping[nn.Module, Any], gate_rule: Any) -> Iterator[None]:
+    def _attached(
+        self,
+        norm_hooks: Mapping[nn.Module, Any],
+        gate_rule: Any,
+        routing_rule: Any,
+        both_runs: bool = False,
+    ) -> Iterator[None]:
         """Hook norms; intercept gates, and the functions that attention calls outside its norms."""
         paused = [True]
 
@@ -105,8 +123,8 @@ class Steps:
             # Also intercept the nonlinear functions after a masked language model's last block.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
-            stack.callback(setattr, self._host.passing, "gate_rule", None)
-            self._host.passing.gate_rule = gate_rule
+            rules = gate_rule, routing_rule, both_runs, self.functions
+            stack.enter_context(self._host.passing.rules(*rules))
             yield
 
     def _read(self, module: nn.Module, stream: Tensor) -> Tensor:
@@ -139,11 +157,15 @@ class SecantSteps(Steps):
     """Steps that are replaced with their secants between two recorded runs.
 
     `readers` are modules that read the residual stream without a norm.
+
+    Attributes:
+        routes: the routing weights of mixtures of experts.
     """
 
     def __init__(self, model: Any, both: Steps, readers: Sequence[nn.Module] = ()) -> None:
         super().__init__(model, FunctionRules(both.functions.seen, paused=True))
         self._both, self._readers = both, readers
+        self.routes: dict[Any, Routing] = {}
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
@@ -179,6 +201,11 @@ class SecantSteps(Steps):
         )
 
         def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
+            if heads in self._both.routing:  # u is a product with the routing weights
+                assert up is not None
+                of_both = self._both.projections[heads][1]
+                assert of_both is not None
+                up = at_mean(up, of_both)
             query, v = heads._query_and_value(q, up)
             weight, along = slopes[heads]
             inside = weight
@@ -187,10 +214,18 @@ class SecantSteps(Steps):
             self.gates[heads] = Weights(inside, self.functions.valve(inside), query)
             return (self.gates[heads].outside * at_mean(v, both[heads][1])).to(q.dtype)
 
+        def route(heads: Any, x: Tensor, weights: Tensor) -> Tensor:
+            entered, recorded = self._both.routing[heads]
+            scores = heads.parts.scores
+            rule = RoutingRule.between(scores(entered), recorded, heads.parts.n)
+            inside, leaf = rule.applied(scores(x))
+            self.routes[heads] = Routing(inside, self.functions.valve(inside), leaf, rule.whole)
+            return self.routes[heads].outside
+
         def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
             return then(value.detach(), hook=hook)
 
-        with self._attached(norm_hooks, attend), self._reading(self._readers):
+        with self._attached(norm_hooks, attend, route), self._reading(self._readers):
             yield [
                 (name, hook if inside[name] is None else partial(start, then=hook))
                 for name, hook in hooks
@@ -248,7 +283,7 @@ class HeldSteps(Steps):
     def replaced(self) -> Iterator[None]:
         """Context manager that holds the weights and norm scales."""
         hooks = {module: partial(self._norm, frozen) for module, frozen in self._norms.items()}
-        with self._attached(hooks, self._attend), self._reading(self._readers):
+        with self._attached(hooks, self._attend, self._route), self._reading(self._readers):
             yield
 
     def _read(self, module: nn.Module, stream: Tensor) -> Tensor:
@@ -263,6 +298,11 @@ class HeldSteps(Steps):
         moved = (moved if frozen.norm.bias is None else moved + frozen.norm.bias).to(output.dtype)
         self.normed.setdefault(module, []).append(moved)
         return moved
+
+    def _route(self, heads: Any, x: Tensor, weights: Tensor) -> Tensor:
+        """Hold the routing weights."""
+        recorded = self._recorded.routing[heads][1]
+        return recorded.repeat(len(x) // len(recorded), 1, 1)
 
     def _attend(self, heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
         self.projections[heads] = q, up

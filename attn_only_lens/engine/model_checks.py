@@ -25,6 +25,7 @@ _HARMLESS: list[Callable[..., Any]] = []  # hooks of this package that edit noth
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
+_NOISE = "jitter_noise", "router_jitter_noise", "input_jitter_noise"  # in mixtures of experts
 _NAMED = 3
 _Modules: TypeAlias = list[tuple[str, nn.Module]]
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -162,6 +163,8 @@ def mode_reasons(model: Any) -> list[str]:
         rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout")
         if isinstance(rate, float) and rate > 0:
             reasons["dropout is active; call model.eval() first"] = None
+        if any(vars(module).get(name) for name in _NOISE):
+            reasons["noise on the inputs of routers is active; call model.eval() first"] = None
         if vars(module).get("gradient_checkpointing") is True:
             reasons["gradient checkpointing is active; call model.eval() first"] = None
     return [*reasons, *quantized_reasons(modules)]

@@ -125,6 +125,8 @@ class Multipliers:
         final: the multipliers of the residual stream after the last block.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
+        sources: the multipliers of error nodes and of the routing weights that are sources
+            (`routing.py`), by hook name; 0 for other routing weights.
         steps: the replaced steps, with nodes of the autograd graph.
         nodes: the nodes of the tape, by hook name.
         total: Σ M Δ over the logits; it is the change in the metric if all its functions have
@@ -138,6 +140,7 @@ class Multipliers:
     final: Residual
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
+    sources: dict[str, Tensor] = field(repr=False)
     steps: SecantSteps = field(repr=False)
     nodes: dict[str, Tensor] = field(repr=False)
     total: float
@@ -191,16 +194,27 @@ def run_both(
     hooks = [(name, heads.hook) for name, heads in held.items()]
     writes = None
     if decomposed:
-        watch = steps.recorded()
+        watch = steps.recorded(both_runs=True)
         writes = decompose(model, tokens, mask, names=tuple(names), hooks=hooks, watch=watch)
         both = writes.recording
     else:
         options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
-        with steps.recorded():
+        with steps.recorded(both_runs=True):
             both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
+    _require_heads(both)
     runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, held)
     keep_runs(model, pair, runs, key)
     return runs
+
+
+def _require_heads(both: Recording) -> None:
+    """Raise an error if z has no axis of heads, as in bridges with latent attention (DeepSeek)."""
+    reasons = [
+        f"{name} has shape {list(z.shape)}; expected [batch, pos, head_index, d_head]"
+        for name, z in both.hooked.items()
+        if z.ndim != 4
+    ]
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
 
 def _digest(held: Mapping[str, Held]) -> str:
@@ -261,17 +275,28 @@ def secant_multipliers(
     value = (logits * multiplier).sum()
     softmax = {f"softmax {i}": x.inside for i, x in enumerate(steps.functions.weights)}
     read = {f"input {i}": x for i, x in enumerate([*streams, *inputs, *ends])}
-    gradients = tape.gradients(value, read | softmax | leaves, keep_graph=keep_graph)
-    cuts, patterns = ([gradients.pop(name) for name in some] for some in (read, softmax))
+    host = host_of(model)
+    routes = {
+        host.hook_name(layer, "router", "z"): steps.routes[heads].leaf
+        for layer, heads in enumerate(host.neurons)
+        if heads in steps.routes
+    }
+    whole = {f"whole {name}": leaf for name, leaf in routes.items()}
+    gradients = tape.gradients(value, read | softmax | leaves | whole, keep_graph=keep_graph)
+    cuts, patterns, of_routes = (
+        [gradients.pop(name) for name in some] for some in (read, softmax, whole)
+    )
+    sources = {name: gradients[name] for name in leaves}
+    sources |= {name: x.unsqueeze(-2) for name, x in zip(routes, of_routes, strict=True)}
     total = float((multiplier * (clean - corrupted)).sum())
     result = Multipliers(
-        *(runs, multiplier, cuts[0], cuts[-1], patterns, gradients),
+        *(runs, multiplier, cuts[0], cuts[-1], patterns, gradients, sources),
         steps=steps,
         nodes=tape.nodes,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
-    _require_complete(model, result, cuts, list(leaves))
+    _require_complete(model, result, cuts)
     return result
 
 
@@ -328,22 +353,20 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
-def _require_complete(
-    model: Any, result: Multipliers, cuts: Sequence[Tensor], errors: Sequence[str]
-) -> None:
-    """Check that the effects of embeddings and error nodes add up to the change in the metric.
+def _require_complete(model: Any, result: Multipliers, cuts: Sequence[Tensor]) -> None:
+    """Check that the effects of embeddings and other sources add up to the change in the metric.
 
     If they do not, the error names the block between whose output and input the sum changes. `cuts`
     has the multipliers of every block's input and of the last block's output.
     """
     host, recording = host_of(model), result.runs.recording
-    block_of = {name: int(name.split(".")[1]) for name in errors}
+    block_of = {name: int(name.split(".")[1]) for name in result.sources}
     parts = result.logits * result.runs.logits[: len(result.logits)]
 
     def off(cut: int) -> str:
         ends = [(cuts[cut], recording.streams[cut])]
         ends += [
-            (result.gradients[name], recording.hooked[name])
+            (result.sources[name], recording.hooked[name])
             for name, block in block_of.items()
             if block >= cut
         ]

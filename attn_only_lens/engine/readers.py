@@ -98,6 +98,7 @@ class Readers:
         """Return q and u in the run; at the first call, test that W_in and W_gate compute them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
+            _require_no_routing(heads, layer)
             x = self.decomposition.of(layer, "neuron").entered
             self._projected[layer] = heads.projections(x)
             test, recording = ("neurons read", layer), self.decomposition.recording
@@ -220,6 +221,17 @@ class Readers:
             reason = f"layer {layer}: a change of attention's input does not reach the heads"
             raise UnsupportedModelError([reason], _PROBLEM)
         return not of_others <= allowed
+
+
+def _require_no_routing(heads: NeuronHeads, layer: int) -> None:
+    """Raise an error for a mixture of experts, whose routing weights depend on the input, too."""
+    if heads.experts[0]:
+        reason = (
+            f"layer {layer} is a mixture of experts: the values of its neurons have routing "
+            "weights as factors, which depend on the input, too; choose attention heads, or the "
+            "logits, as receivers"
+        )
+        raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _require_products(

@@ -203,6 +203,7 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
     return at_mean(x, seen[1], partial(torch.mul, slope(y_1, y_0, x_1, x_0, derivative)))
 
 
+_CONVERSIONS = Tensor.to, Tensor.float, Tensor.type
 _SOFTMAX = torch.softmax, Tensor.softmax, functional.softmax
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
     **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax),
@@ -257,7 +258,7 @@ class FunctionRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it, or run the linear map that replaces the function."""
         kwargs = kwargs or {}
-        if self._widens and func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
+        if self._widens and func in _CONVERSIONS and _narrows(func, args, kwargs):
             return args[0]
         is_softmax = func in _SOFTMAX
         if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
@@ -289,6 +290,15 @@ class FunctionRules(TorchFunctionMode):
         y = at_mean(x, seen[1], partial(softmax_change, *self._slopes.pop(call)))
         self.weights.append(Weights(y, self.valve(y)))
         return self.weights[-1].outside
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Context manager that ends a pause."""
+        paused, self.paused = self.paused, False
+        try:
+            yield
+        finally:
+            self.paused = paused
 
     def _hold(self, x: Tensor, recorded: Tensor) -> Tensor:
         """Return a softmax's recorded output, repeated if a batch has several copies of the run."""

@@ -1,10 +1,10 @@
 """Sites: the heads to patch and where, selected by name or by kind, and the part of each head."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -19,7 +19,12 @@ from attn_only_lens.engine.positions import Positions
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
-from attn_only_lens.heads.names import head_counts, unreadable_name
+from attn_only_lens.heads.names import (
+    expert_counts,
+    head_counts,
+    head_labels,
+    unreadable_name,
+)
 
 Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
@@ -29,14 +34,18 @@ _HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 _PROBLEM = "these heads cannot be selected"
 KINDS: dict[str, tuple[HeadKind, ...]] = {
-    "all": HEAD_KINDS,
+    "all": tuple(kind for kind in HEAD_KINDS if kind != "router"),
     "heads": ("attention",),
     "neurons": ("neuron",),
     "features": ("feature",),
     "skips": ("skip",),
     "errors": ("error",),
+    "routers": ("router",),
 }
-"""The words that select heads by kind."""
+"""The words that select heads by kind.
+
+A router is not among "all", because its output changes only through the neurons of its experts.
+"""
 _WORDS = ", ".join(map(repr, KINDS))
 
 Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]
@@ -50,7 +59,8 @@ class Sites:
 
     Attributes:
         heads: "all"; "heads", for attention heads; "neurons"; with transcoders also "features",
-            "skips" and "errors" (skip nodes and error nodes); several of these words; or a list of
+            "skips" and "errors" (skip nodes and error nodes); in a mixture of experts also
+            "routers"; several of these words; or a list of
             names such as "L5H3" and "L5N1234". A name can include a position or a role:
             "L5H3@13", "L5H3@subject".
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), "roles"
@@ -165,9 +175,9 @@ class LayerSites:
 
     Attributes:
         layer: the layer in the original model.
-        kind: "attention", "neuron", "feature", "skip" or "error".
+        kind: "attention", "neuron", "feature", "skip", "error" or "router".
         names: `L5H3`, `L5N1234`, ….
-        index: the index of the attention head, neuron or feature; 0 for skip and error nodes.
+        index: the index of each head on the axis `head_index`; 0 for skip, error and router nodes.
     """
 
     layer: int
@@ -176,10 +186,10 @@ class LayerSites:
     index: Int[Tensor, "site"]
 
     @classmethod
-    def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
-        """Return the sites for one or more heads of one kind in one layer."""
+    def of(cls, model: Any, heads: Iterable[HeadName]) -> "LayerSites":
+        """Return the sites for one or more heads of one kind in one layer of a model."""
         heads = list(heads)
-        index = torch.tensor([head.index for head in heads], device="cpu")
+        index = torch.tensor([head.place(model) for head in heads], device="cpu")
         return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index)
 
 
@@ -199,7 +209,7 @@ def resolve_sites(model: Any, sites: SomeSites) -> tuple[LayerSites, ...]:
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
         InputError.raise_if(unknown, _PROBLEM)
         selected = tuple(
-            _all_heads(layer, kind, counts[layer][kind])
+            _all_heads(model, layer, kind)
             for layer in layers
             for kind in counts[layer]
             if kind in sites.kinds
@@ -211,7 +221,7 @@ def resolve_sites(model: Any, sites: SomeSites) -> tuple[LayerSites, ...]:
     names, reasons = _names(model, sites.heads)
     InputError.raise_if(reasons, _PROBLEM)
     groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
-    return tuple(LayerSites.of(heads) for _, heads in groups)
+    return tuple(LayerSites.of(model, heads) for _, heads in groups)
 
 
 def sites_of_rows(model: Any, rows: pd.DataFrame) -> tuple[LayerSites, ...]:
@@ -227,7 +237,7 @@ def sites_of_rows(model: Any, rows: pd.DataFrame) -> tuple[LayerSites, ...]:
         n_heads = counts[layer].get(kind, 0) if 0 <= layer < len(counts) else 0
         if index[0] < 0 or index[-1] >= n_heads:
             return resolve_sites(model, list(rows["name"].unique()))  # raises an error
-        names = _all_names(layer, kind, counts[layer][kind])
+        names = names_of(model, layer, kind)
         chosen = tuple(names[i] for i in index.tolist())
         groups.append(LayerSites(layer, kind, chosen, torch.from_numpy(index)))
     return tuple(groups)
@@ -250,23 +260,21 @@ def whole_head_reasons(sites: Sites) -> list[str]:
     return [f"got positions={sites.positions!r}; expected heads without positions"]
 
 
-def _order(name: HeadName) -> tuple[int, str, int]:
-    return name.layer, name.kind, name.index
+def _order(name: HeadName) -> tuple[int, str, float, int]:
+    """Return a key that sorts neurons of shared experts after those of other experts."""
+    expert = math.inf if name.expert is None else name.expert
+    return name.layer, name.kind, expert, name.index
 
 
-def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
-    index = torch.arange(count, device="cpu")
-    names = _all_names(layer, kind, count)
-    return LayerSites(layer, kind, names, index)
+def _all_heads(model: Any, layer: int, kind: HeadKind) -> LayerSites:
+    names = names_of(model, layer, kind)
+    return LayerSites(layer, kind, names, torch.arange(len(names), device="cpu"))
 
 
-@lru_cache(maxsize=1024)  # without a cache, names would slow attribution noticeably
-def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
-    first = str(HeadName(layer, kind, 0))
-    if kind in WIDE_KINDS:
-        return (first,)
-    stem = first.removesuffix("0")
-    return tuple(f"{stem}{index}" for index in range(count))
+def names_of(model: Any, layer: int, kind: HeadKind) -> tuple[str, ...]:
+    """Return the names of all heads of one kind in a layer, sorted by head_index."""
+    host = host_of(model)
+    return head_labels(layer, kind, host.count(layer, kind), *host.experts(layer, kind))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
@@ -276,6 +284,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
         got = "an empty list" if isinstance(sites, tuple) else a_type(sites)
         return [], [f"got {got}; {expected}"]
     names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
+    experts = expert_counts(model)
     transcoders = any("feature" in kinds for kinds in layers)
     for site in sites:
         try:
@@ -287,7 +296,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
             )
             continue
         try:
-            name.require_among(layers)
+            name.require_among(layers, experts)
         except InputError as error:
             reasons += error.reasons
         else:

@@ -269,6 +269,7 @@ def decompose(
     if dtype not in (torch.float32, torch.float64):
         raise InputError([f"got a model in {dtype}; expected float32 or float64"], _PROBLEM)
     host, tested = host_of(model), passed_tests(model)
+    _require_constant_biases(host)
     norms, last = norms_of(model)
     layers = range(host.n_layers)
     z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]
@@ -285,6 +286,7 @@ def decompose(
             _sublayer(host, recording, traffic, around, layer, kind)
             for layer, around in enumerate(norms)
             for kind in host.kinds(layer)
+            if kind != "router"  # it writes nothing
         ]
     )
     unembedded = traffic.returned[model.unembed]
@@ -304,6 +306,17 @@ def decompose(
         # Call `passed_tests` again, because the first run adds plain attributes to some modules.
         passed_tests(model).add("writes add up", recording)
     return run
+
+
+def _require_constant_biases(host: Any) -> None:
+    """Raise an error if routing weights multiply the output biases of experts (gpt-oss)."""
+    layers = [str(layer) for layer, heads in enumerate(host.neurons) if heads.routed_bias]
+    if layers:
+        reason = (
+            f"the experts in layer {', '.join(layers)} have output biases, which the routing "
+            "weights multiply, so they are no constants; use activation_patch or attribution"
+        )
+        raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _logit_factor(unembedded: Tensor, logits: Tensor) -> float | None:

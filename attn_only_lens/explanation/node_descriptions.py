@@ -36,6 +36,7 @@ _LEAST = 0.005  # a smaller effect on a logit would be written as 0.00
 _WIDE = {
     "skip": "what W_skip reads",
     "error": "what the transcoder misses of the MLP's output",
+    "router": "the routing weights",
 }
 
 
@@ -137,7 +138,7 @@ def _describe(
     does, labels = dict[str, str](), dict[str, str]()
     rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
     for key, (head, node, change, has_tokens, of_z, of_pattern) in zip(sites, rows, strict=True):
-        prompt, position = node
+        (prompt, position), index = node, head.place(model)
         tokens = list[int]()
         for run in both.logits.chunk(2):
             tokens += run[prompt, position].topk(min(_PROBABLE, run.shape[-1])).indices.tolist()
@@ -149,14 +150,14 @@ def _describe(
         elif head.kind == "attention":
             if by_role:  # keys have other positions in other prompts
                 some, columns = [prompt], [position]
-            patterns = means(of_pattern, some, head.index, columns)
+            patterns = means(of_pattern, some, index, columns)
             reads, label = _looks(model, pair, prompt, patterns, by_role)
         else:
-            outputs = [float(z[head.index, 0]) for z in means(of_z, some, columns)]
+            outputs = [float(z[index, 0]) for z in means(of_z, some, columns)]
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
             if head.kind == "neuron":
-                gates = [float(x[SELF]) for x in means(of_pattern, some, head.index, columns)]
+                gates = [float(x[SELF]) for x in means(of_pattern, some, index, columns)]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{head} {label}".strip()
     return does, labels

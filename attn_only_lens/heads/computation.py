@@ -52,6 +52,8 @@ class NeuronHeads(ABC):
     kinds: tuple[HeadKind, ...] = ("neuron",)
     W_out: Float[Tensor, "d_mlp d_model"]
     passing: Any  # the model's `PassState`
+    experts: tuple[int, int] = (0, 0)  # the number of experts, and of the neurons of each
+    routed_bias = False  # whether routing weights multiply output biases
 
     def _add_hook_points(self) -> None:
         self.hook_q = head_point()  # [batch, pos, head_index, d_head=1]
@@ -180,9 +182,12 @@ class NeuronHeads(ABC):
             # As in TransformerLens, a fully masked row attends to nothing.
             pattern = pattern.masked_fill(torch.isnan(pattern), 0.0).permute(1, 3, 2, 0)
         else:
-            pattern = self.gate.pattern(query).transpose(1, 2)
+            pattern = self._gate_pattern(query).transpose(1, 2)
         hooked: Tensor = self.hook_pattern(require_grad_like(pattern, query))
         return hooked
+
+    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+        return self.gate.pattern(query)
 
     def _scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         scores = self.gate.scores(query)

@@ -19,12 +19,16 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import read_all
 from attn_only_lens.errors import UnsupportedCallError
 
-HeadKind = Literal["attention", "neuron", "feature", "skip", "error"]
+HeadKind = Literal["attention", "neuron", "feature", "skip", "error", "router"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 NEURON_KINDS: tuple[HeadKind, ...] = ("neuron", "feature")
 """The kinds of neuron-heads: neurons of MLPs, and features of transcoders."""
-WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error")
-"""The kinds of nodes whose d_head is d_model: a transcoder's skip node and its error node."""
+WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error", "router")
+"""The kinds of nodes with a vector as output and without a pattern.
+
+These are a transcoder's skip node and error node (d_head is d_model), and the router of a mixture
+of experts (d_head is the number of routing weights).
+"""
 HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
     {
         "attention": "heads",
@@ -32,6 +36,7 @@ HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
         "feature": "features",
         "skip": "skip nodes",
         "error": "error nodes",
+        "router": "routers",
     }
 )
 """The plural noun for each kind of head, in messages and pictures."""
@@ -108,6 +113,9 @@ class PassState(threading.local):
         self.kept_runs: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
+        self.routing_rule: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+        self.both_runs = False  # whether the batch holds a clean and a corrupted run
+        self.functions: Any = None  # `FunctionRules` for clamps of pre-activations
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -128,6 +136,22 @@ class PassState(threading.local):
     def model_pass(self) -> AbstractContextManager[None]:
         """Return a context of one forward pass of the whole model."""
         return self.new_pass({LATER_WRITES: LaterWrites(dict(self.skipped))})
+
+    @contextmanager
+    def rules(
+        self, gate: Any, routing: Any, both_runs: bool = False, functions: Any = None
+    ) -> Iterator[None]:
+        """Context manager that sets the functions that replace z and the routing weights.
+
+        `functions` replaces other nonlinear functions of the neurons, such as clamps.
+        """
+        before = self.gate_rule, self.routing_rule, self.both_runs, self.functions
+        self.gate_rule, self.routing_rule = gate, routing
+        self.both_runs, self.functions = both_runs, functions
+        try:
+            yield
+        finally:
+            self.gate_rule, self.routing_rule, self.both_runs, self.functions = before
 
     def require_small(self, error: Tensor, message: str) -> None:
         """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
@@ -190,6 +214,13 @@ class Host(ABC):
             return int(self.neurons[layer].n_neurons)
         return self.n_heads[layer] if kind == "attention" else 1
 
+    def experts(self, layer: int, kind: HeadKind) -> tuple[int, int]:
+        """Return the number of experts whose neurons are heads of this kind, and of each's neurons.
+
+        Shared experts, and MLPs that are no mixture, do not count.
+        """
+        return self.neurons[layer].experts if kind == "neuron" else (0, 0)
+
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:
         """Return the index of the block that runs an original layer's heads of this kind."""
@@ -223,7 +254,8 @@ class Host(ABC):
 
     def is_gated(self, layer: int) -> bool:
         """Return whether the MLP of a layer of the original model has a W_gate."""
-        return getattr(self.neurons[layer].module, "W_gate", None) is not None
+        heads = self.neurons[layer]
+        return bool(heads.experts[0]) or getattr(heads.module, "W_gate", None) is not None
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:

@@ -3,12 +3,15 @@
 `L5H3` is attention head 3 in layer 5 of the original model; `L5N1234` is the neuron-head of neuron
 1234 in this layer. In a layer with a transcoder, `L5F1024` is feature 1024, `L5E` is the error node
 (the part of the MLP's output that the transcoder misses), and `L5S` is the skip node (the input of
-the transcoder's linear map W_skip). Analyses refer to heads by name, never by block number.
+the transcoder's linear map W_skip). In a mixture of experts, `L5E3N1234` is neuron 1234 of expert
+3, `L5N7` is neuron 7 of the shared experts, and `L5R` is the router, whose output is the routing
+weights. Analyses refer to heads by name, never by block number.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -30,6 +33,7 @@ _LETTER: dict[HeadKind, str] = {
     "feature": "F",
     "skip": "S",
     "error": "E",
+    "router": "R",
 }
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 HeadCounts: TypeAlias = dict[HeadKind, int]
@@ -45,9 +49,12 @@ class HeadName:
     Attributes:
         layer: the layer in the original model (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head, "feature"
-            for a feature of a transcoder, "skip" for its skip node, "error" for its error node.
-        index: the index of the head in its attention layer, of the neuron in its MLP, or of the
-            feature in its transcoder; 0 for skip and error nodes.
+            for a feature of a transcoder, "skip" for its skip node, "error" for its error node,
+            "router" for the router of a mixture of experts.
+        index: the index of the head in its attention layer, of the neuron in its MLP or expert, or
+            of the feature in its transcoder; 0 for routers, skip and error nodes. `place` returns
+            the index on the axis `head_index`.
+        expert: the index of the neuron's expert in a mixture; None for other heads.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -59,15 +66,31 @@ class HeadName:
     layer: int
     kind: HeadKind
     index: int
+    expert: int | None = None
+
+    @classmethod
+    def at(cls, model: Any, layer: int, kind: HeadKind, place: int) -> "HeadName":
+        """Return the name of the head at an index on the axis `head_index` of its layer."""
+        return _named(layer, kind, place, *host_of(model).experts(layer, kind))
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234`, `L5F7` or `L5E`; raise InputError for other strings."""
+        """Parse names such as `L5H3` and `L5N1234`; raise InputError for other strings."""
         match = NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InputError([unreadable_name(text)], NO_HEAD)
-        layer, wide, letter, index = match.groups()
-        return cls(int(layer), _KIND[wide or letter], int(index or 0))
+        layer, wide, expert, letter, index = match.groups()
+        kind = _KIND[wide or letter]
+        return cls(int(layer), kind, int(index or 0), None if expert is None else int(expert))
+
+    def place(self, model: Any) -> int:
+        """Return the head's index on the axis `head_index` of its layer's activations.
+
+        The neurons of expert 0 come first, then those of expert 1, and so on; the neurons of shared
+        experts come last.
+        """
+        n_experts, size = host_of(model).experts(self.layer, self.kind)
+        return self.index + size * (n_experts if self.expert is None else self.expert)
 
     def block(self, model: Any) -> int:
         """Return the index of the block that runs this head; raise the same errors as `hook`."""
@@ -146,26 +169,45 @@ class HeadName:
     def require_in(self, model: Any) -> None:
         """Raise the same errors as `hook` if a model does not have this head."""
         if has_neuron_heads(model):
-            self.require_among(head_counts(model))
+            self.require_among(head_counts(model), expert_counts(model))
             return
         _require_plain(model, self)
         self.require_among([{"attention": model.cfg.n_heads}] * len(model.blocks))
 
-    def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise InputError if this head is not among the given head counts."""
+    def require_among(
+        self, layers: Sequence[HeadCounts], experts: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Raise InputError if this head is not among the given head counts and experts."""
         if not 0 <= self.layer < len(layers):
             raise InputError(
                 [f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"], NO_HEAD
             )
         counts = layers[self.layer]
-        if not 0 <= self.index < counts.get(self.kind, 0):
-            kinds = [self.kind] if self.kind in counts else counts
-            has = " and ".join(f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds)
-            raise InputError([f"got {str(self)!r}; layer {self.layer} has {has}"], NO_HEAD)
+        n_experts, size = experts[self.layer] if experts else (0, 0)
+        if n_experts:
+            counts = {**counts, "neuron": counts["neuron"] - n_experts * size}
+        n_heads = counts.get(self.kind, 0)
+        if self.expert is not None:
+            n_heads = size if self.expert < n_experts else 0
+        if not 0 <= self.index < n_heads:
+            kinds = [self.kind] if counts.get(self.kind) and self.expert is None else counts
+            has = [f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds if counts[kind]]
+            if n_experts and self.kind == "neuron":
+                has.append(f"neurons 0 to {size - 1} in each of the experts 0 to {n_experts - 1}")
+            reason = f"got {str(self)!r}; layer {self.layer} has {' and '.join(has)}"
+            raise InputError([reason], NO_HEAD)
 
     def __str__(self) -> str:
         index = "" if self.kind in WIDE_KINDS else self.index
-        return f"L{self.layer}{_LETTER[self.kind]}{index}"
+        expert = "" if self.expert is None else f"E{self.expert}"
+        return f"L{self.layer}{expert}{_LETTER[self.kind]}{index}"
+
+
+def _named(layer: int, kind: HeadKind, place: int, n_experts: int, size: int) -> HeadName:
+    """Return a head's name, given the number and the size of its layer's experts."""
+    if place < n_experts * size:
+        return HeadName(layer, kind, place % size, place // size)
+    return HeadName(layer, kind, place - n_experts * size)
 
 
 def unreadable_name(text: object, transcoders: bool = False) -> str:
@@ -211,9 +253,18 @@ def head_counts(model: Any) -> list[HeadCounts]:
     ]
 
 
-def head_labels(layer: int, kind: HeadKind, n_heads: int) -> list[str]:
+def expert_counts(model: Any) -> list[tuple[int, int]]:
+    """Return the number of experts in each layer, and the number of neurons of each expert."""
+    host = host_of(model)
+    return [host.experts(layer, "neuron") for layer in range(host.n_layers)]
+
+
+@lru_cache(maxsize=1024)  # without a cache, names would slow attribution noticeably
+def head_labels(
+    layer: int, kind: HeadKind, n_heads: int, n_experts: int = 0, size: int = 0
+) -> tuple[str, ...]:
     """Return the names of all heads of one kind in a layer, sorted by head_index."""
-    return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
+    return tuple(str(_named(layer, kind, place, n_experts, size)) for place in range(n_heads))
 
 
 def count_kinds(kinds: Iterable[str]) -> str:

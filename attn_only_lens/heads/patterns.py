@@ -58,7 +58,7 @@ def neuron_pattern(
     """
     head = _neuron(cache, name)
     # The head axis is third from the end, with or without a batch axis.
-    compact = _block_pattern(cache, head).select(-3, head.index)
+    compact = _block_pattern(cache, head).select(-3, head.place(cache.model))
     if not dense:
         return compact
     return torch.cat([torch.diag_embed(compact[..., SELF]), compact[..., BIAS, None]], dim=-1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.generalized_components import LinearBridge
+from transformer_lens.model_bridge.generalized_components import LinearBridge, MoEBridge
 
 from attn_only_lens.arguments import a_type, is_count, one_of
 from attn_only_lens.engine.tokens import require_model
@@ -24,7 +24,8 @@ from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.heads.transcoder import Transcoder, cross_layer_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.in_place import hidden, hide
-from attn_only_lens.models.in_place.mlp_hooks import UnknownMLPError, find_hook_points
+from attn_only_lens.models.in_place.hook_points import find_hook_points
+from attn_only_lens.models.in_place.mlp_hooks import UnknownMLPError
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_block_norms
 from attn_only_lens.tl import HookedTransformer
 
@@ -266,6 +267,8 @@ def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:
         try:
             if find_hook_points(getattr(model.blocks[layer], "mlp", None)).layer is not None:
                 raise UnknownMLPError("its MLP is not a separate module of the model")
+            if isinstance(model.blocks[layer].mlp, MoEBridge):
+                raise UnknownMLPError("its MLP is a mixture of experts")
         except UnknownMLPError as unknown:
             reasons.append(f"layer {layer}: {unknown}")
     return reasons

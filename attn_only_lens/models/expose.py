@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import LATER_WRITES, NEURON_KINDS, PassState
 from attn_only_lens.heads.names import count_kinds, head_counts
-from attn_only_lens.models.gate_option import GateOption, gating_for
+from attn_only_lens.models.gate_option import Bilinear, GateOption, gating_for
 from attn_only_lens.models.in_place import (
     BilinearInPlace,
     InPlace,
@@ -38,6 +38,7 @@ from attn_only_lens.models.in_place.known_mlps import (
     non_finite_weights,
     run_mlp,
 )
+from attn_only_lens.models.in_place.mixtures import MixtureHeads, is_mixture
 from attn_only_lens.models.in_place.mlp_hooks import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.transformers_module import weight_reasons
@@ -190,9 +191,11 @@ def expose_neuron_heads(
     mlps = known_mlps(model, _PROBLEM, silu)
     gating, reasons = EXACT, list[str]()
     if original := _original(mlps):
-        first, W_out = original[0], cast(Tensor, original[0].mlp.W_out)
+        first, dtype = original[0], next(original[0].mlp.parameters()).dtype
         gated = first.points.pre_linear is not None
-        gating, reasons = gating_for(gate, first.act_fn, gated, W_out.dtype, len(mlps))
+        gating, reasons = gating_for(gate, first.act_fn, gated, dtype, len(mlps))
+    if any(is_mixture(mlp.mlp) for mlp in mlps) and isinstance(gate, Bilinear):
+        reasons.append("got bilinear gates for a mixture of experts; expected gate='exact'")
     if len(original) < len(mlps) and gate != "exact":
         reasons.append(f"got gate={gate!r} for a model with transcoders; expected 'exact'")
     if not exposed_heads(model):
@@ -255,6 +258,8 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
 def _heads_class(mlp: KnownMLP, gating: Gating) -> type[InPlace]:
     if isinstance(mlp.mlp, FeatureMLP):
         return FeatureHeads
+    if is_mixture(mlp.mlp):
+        return MixtureHeads
     return InPlace if gating.kind == "exact" else BilinearInPlace
 
 
@@ -308,12 +313,18 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
     with ExitStack() as stack:
         for point in heads.points.values():
             stack.callback(point.register_forward_hook(lambda *_: None).remove)
-        seen: list[Tensor] = []
-        stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
+        seen: list[Tensor] = []  # the routing weights, in a mixture of experts, and z
+        looks = [heads.hook_router] if isinstance(heads, MixtureHeads) else []
+        for look in (*looks, heads.hook_z):
+            hook = look.register_forward_hook(lambda *a: seen.append(a[-1]))
+            stack.callback(hook.remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
     differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
     of_sum = differences.new_zeros(())
-    if not isinstance(heads, FeatureHeads):  # a FeatureMLP's output is this sum by construction
+    if isinstance(heads, MixtureHeads):
+        weights, z = seen[0].squeeze(-2), seen[1].squeeze(-1)
+        of_sum = (live - heads.parts.output(z, weights)).abs().max()
+    elif not isinstance(heads, FeatureHeads):  # a FeatureMLP's output is this sum by construction
         # Sum over heads for one token only, because this needs d_mlp · d_model numbers per token.
         token = heads.written(seen[-1][:1, :1].squeeze(-1))
         with heads.passing.new_pass({(heads.layer, "written"): token}):

@@ -16,6 +16,7 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 from attn_only_lens.gates.gating import EXACT, Gating
 from attn_only_lens.models.in_place.known_mlps import known_mlps
+from attn_only_lens.models.in_place.mixtures import is_mixture
 from attn_only_lens.tl import HookedTransformer
 
 _PROBLEM = "this model cannot be calibrated"
@@ -140,6 +141,8 @@ def _measured(model: Any, tokens: Tokens | str, margin: float) -> Calibration:
     mlps = known_mlps(model, _PROBLEM)
     if any(mlp.points.pre_linear is None for mlp in mlps):
         reason = "its MLPs are not gated, so their bilinear gates need no calibration"
+        if any(is_mixture(mlp.mlp) for mlp in mlps):
+            reason = "its MLPs are mixtures of experts, which can only have exact gates"
         raise UnsupportedModelError([reason], _PROBLEM)
     margin = as_plain(margin)
     if not is_number(margin, 1):

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens.model_bridge.generalized_components import NormalizationBridge
+from transformer_lens.model_bridge.generalized_components import MoEBridge, NormalizationBridge
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.devices import normal_numbers, on_cpu
@@ -43,6 +43,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
+_UNUSABLE = "some weights of this model cannot be used"
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
 _TOLERANCE = 1e-2  # allows half-precision errors; a transposed matrix would give an error near 1
 STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
@@ -367,14 +368,17 @@ def require_bridge_weights(model: Any) -> None:
     texts, finite, applied = list[tuple[str, str]](), list[Tensor](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
-        if not isinstance(block.mlp, FeatureMLP):
+        if not isinstance(block.mlp, FeatureMLP | MoEBridge):
             matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
         if getattr(block.mlp, "W_gate", None) is not None:
             matrices["mlp.gate"] = "W_gate"
         for path, name in matrices.items():
             owner = block.attn if path.startswith("attn") else block.mlp
             module = getattr(owner, path.split(".")[1], None)
-            weight = getattr(owner, name)
+            try:
+                weight = getattr(owner, name)
+            except NotImplementedError as error:  # latent attention has no W_Q, W_K and W_V
+                InputError.raise_if([f"layer {layer}: {error}"], _UNUSABLE)
             finite.append(weight.isfinite().all())
             applied.append(_applies(weight, module, path))
             texts.append((f"layer {layer}: {name}", f"the matrix that its {path} applies"))
@@ -385,7 +389,7 @@ def require_bridge_weights(model: Any) -> None:
         for (name, matrix), is_finite, is_right in checked
         if not is_right
     ]
-    InputError.raise_if(reasons, "some weights of this model cannot be used")
+    InputError.raise_if(reasons, _UNUSABLE)
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:

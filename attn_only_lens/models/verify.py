@@ -26,7 +26,7 @@ from attn_only_lens.gates.exact import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.host import Host, later_write_reasons
 from attn_only_lens.models.in_place import hidden
-from attn_only_lens.models.in_place.mlp_hooks import find_hook_points
+from attn_only_lens.models.in_place.hook_points import find_hook_points
 from attn_only_lens.models.verification import Verification
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer

@@ -88,8 +88,12 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True in gated MLPs with exact gates, where q = x W_gate can be recorded."""
-    return site.kind in NEURON_KINDS and host_of(model).neurons[site.layer].value_is_product
+    """Return True in gated MLPs with exact gates, where q = x W_gate can be recorded.
+
+    In a mixture of experts, it is not computed for experts that a token does not visit.
+    """
+    heads = host_of(model).neurons[site.layer]
+    return site.kind in NEURON_KINDS and heads.value_is_product and not heads.experts[0]
 
 
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:

@@ -245,7 +245,20 @@ def site_groups(
             [f"got part='k' and {neurons[0]}, whose keys are constant; expected attention heads"],
             _PROBLEM,
         )
+    if part == "q":
+        InputError.raise_if(_query_reasons(model, resolved), _PROBLEM)
     return groups
+
+
+def _query_reasons(model: Any, resolved: Sequence[LayerSites]) -> list[str]:
+    """Return an error message for neurons of experts, whose queries are not always computed."""
+    host = host_of(model)
+    return [
+        f"got part='q' and {site.names[0]} in a mixture of experts: there are no queries at tokens "
+        "that do not visit an expert; expected part='pattern', which has the same effect"
+        for site in resolved
+        if host.experts(site.layer, site.kind)[0]
+    ][:1]
 
 
 def _aligned(

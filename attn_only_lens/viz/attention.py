@@ -199,7 +199,7 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
     """Return z, gate and value of a neuron at each token."""
     name = str(head)
     z, value = (
-        cached_activation(cache, head.layer, head.kind, point)[..., head.index, 0]
+        cached_activation(cache, head.layer, head.kind, point)[..., head.place(cache.model), 0]
         for point in ("z", "v")
     )
     quantities = {"z": z, "gate": neuron_pattern(cache, name)[..., SELF], "value": value}

@@ -50,9 +50,9 @@ def circuit_page(
 
     Args:
         nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
-            "embed", "attention", "neuron", "feature", "skip", "error", "bias", "rest", "offset",
-            "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
-            `attribution` (if this is missing, the node is as strong as its strongest edge).
+            "embed", "attention", "neuron", "feature", "skip", "error", "router", "bias", "rest",
+            "offset", "metric"), `layer` and `position` (missing if a node has none), `name`,
+            `value`, `attribution` (if it is missing, the node is as strong as its strongest edge).
             Optional: `exact`, the node's exact effect; `status` ("kept", "lost", "gained") if two
             circuits are compared; `outside`, true for sites outside the circuit, which are grey,
             and `strength`, how strong each node is; `denoise` and `noise`, the shares of a
@@ -60,7 +60,7 @@ def circuit_page(
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
             were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
-            or "gate"), `weight`; optional: `status`.
+            "gate" or "routing"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
             meaning of that column; `notes`, strings that the page shows; `caption`, strings below

@@ -63,7 +63,7 @@ class _State(BaseModel):
     pinned: list[str] = []
     names: dict[str, str] = {}
     groups: list[_Group] = []
-    kinds: list[Literal["value", "q", "k", "gate"]] = []
+    kinds: list[Literal["value", "q", "k", "gate", "routing"]] = []
     extras: StrictBool = False
     nodes: PositiveInt | None = None
     edges: PositiveInt | None = None

@@ -233,6 +233,7 @@ def _legend(data: _Data) -> str:
     if "stability" in data["nodes"]:
         marks += " · outline: solid core, dashed contingent"
     dashes = {"q": "long dashes", "k": "dots", "gate": "dashes and dots"}
+    dashes["routing"] = "short dashes"
     kinds = "".join(f", {kind} {dashes[kind]}" for kind in _kinds(data) if kind in dashes)
     shapes = "".join(
         f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]

@@ -34,7 +34,7 @@ _RIGHT = 14
 _WIDEST_ROW_GAP = 120
 _MARGIN, _ARROW = 3, 6
 _LANES, _LANE = 5, 5  # number and width of lanes for edges in a gap
-_KIND_ORDER = ("q", "gate", "value", "k")
+_KIND_ORDER = ("q", "gate", "routing", "value", "k")
 
 Point: TypeAlias = tuple[float, float]
 Interval: TypeAlias = tuple[float, float]

@@ -35,6 +35,7 @@ HEAD_COLOURS = {
     "feature": "#009E73",
     "skip": "#CC79A7",
     "error": "#555555",
+    "router": "#56B4E9",
 }  # distinguishable for colour-blind readers
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"

@@ -150,15 +150,15 @@ def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
         head = HeadName.parse(name)
         if name in fields:
             continue
-        hooks = _hooks(shown.model, head)
+        hooks, index = _hooks(shown.model, head), head.place(shown.model)
         if hooks not in seen:  # one transfer per layer
             seen[hooks] = [
                 [run.hooked[x][shown.prompt].cpu().double() for x in hooks] for run in runs
             ]
         for side, (z, patterns) in zip(("", "corrupted_"), seen[hooks], strict=False):
-            pattern = patterns[head.index].numpy().round(3)
+            pattern = patterns[index].numpy().round(3)
             if head.kind in NEURON_KINDS:
-                z_of_neuron = short_numbers(z[columns, head.index, 0].tolist(), 3)
+                z_of_neuron = short_numbers(z[columns, index, 0].tolist(), 3)
                 gates = pattern[columns, SELF].tolist()
                 of_side = {f"{side}pattern": gates, f"{side}z": z_of_neuron}
                 fields.setdefault(name, {}).update(of_side)
@@ -174,7 +174,7 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
 
     With a corrupted run, a node's output is its clean minus its corrupted output.
     """
-    model = shown.model
+    model, heads = shown.model, heads[heads["kind"] != "router"]  # routers write nothing
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}
         for run in shown.runs

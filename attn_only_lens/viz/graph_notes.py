@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
@@ -15,6 +16,7 @@ _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
     "skip": "Skip nodes (S): the input of a transcoder, which W_skip maps linearly to the output.",
     "error": "Error nodes (E): the part of the MLP's output that a transcoder misses.",
+    "router": "Routers (R): the weights with which a mixture's experts are multiplied.",
 }
 _BARS = (
     "Bars: the part of a node's inflow that is drawn, which is the sum of the edges that the page "
@@ -57,19 +59,31 @@ def notes_about(graph: CircuitGraph, prompt: int, n_prompts: int) -> list[str]:
     if graph.roles:
         notes.append(_about_roles(graph))
     if graph.corrupted:
-        of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
-        by_pattern = of_patterns.reindex(graph.heads["id"]).fillna(0.0).to_numpy()
-        by_value = graph.heads["attribution"].to_numpy() - by_pattern
-        carried = np.abs(by_pattern).sum(), np.abs(by_value).sum()
-        through = carried[0] / (sum(carried) or 1.0)
-        notes.append(
-            "Difference: edges of all kinds add up to attributions. Of these nodes' absolute "
-            f"effects, {through:.0%} goes through patterns (edges q, k, gate) and "
-            f"{1 - through:.0%} through values."
-        )
+        notes.append(_about_ways(graph))
     if "rest" in set(graph.edges["source"]):
         notes.append(_BARS + _about_rest(graph))
     return notes
+
+
+def _about_ways(graph: CircuitGraph) -> str:
+    """Say how much goes through patterns, through routing weights and through values."""
+    heads = graph.heads[graph.heads["kind"] != "router"]
+
+    def through(*kinds: str) -> npt.NDArray[np.float64]:
+        some = graph.edges[graph.edges["kind"].isin(kinds)].groupby("target")["weight"].sum()
+        return some.reindex(heads["id"]).fillna(0.0).to_numpy(dtype=np.float64)
+
+    by_pattern, by_routing = through("q", "k", "gate"), through("routing")
+    by_value = heads["attribution"].to_numpy() - by_pattern - by_routing
+    carried = [float(np.abs(x).sum()) for x in (by_pattern, by_routing, by_value)]
+    pattern, routing, value = (x / (sum(carried) or 1.0) for x in carried)
+    has_routing = "routing" in set(graph.edges["kind"])
+    of_routing = f", {routing:.0%} through routing weights" * has_routing
+    return (
+        "Difference: edges of all kinds add up to attributions. Of these nodes' absolute "
+        f"effects, {pattern:.0%} goes through patterns (edges q, k, gate){of_routing} and "
+        f"{value:.0%} through values."
+    )
 
 
 def _about_roles(graph: CircuitGraph) -> str:

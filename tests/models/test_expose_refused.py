@@ -24,7 +24,6 @@ KINDS = {
         ),
         "one axis holds the tokens of all prompts",
     ),
-    "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
     "mamba": (lambda: transformers.MambaConfig(**SSM), "it has no MLP"),
     "t5": (
         lambda: transformers.T5Config(
@@ -179,4 +178,12 @@ def test_an_mlp_that_overflows():
             matrix.mul_(3e4)
     match = r"layer 1: its MLP computes nan or inf in torch.float16 .* load the model in float32"
     with pytest.raises(UnsupportedModelError, match=match):
+        expose_neuron_heads(bridge)
+
+
+@needs_hooked_transformer
+def test_mixtures_need_a_newer_transformer_lens():
+    config = transformers.MixtralConfig(**WIDE, num_local_experts=3)
+    bridge = bridged(transformers.AutoModelForCausalLM.from_config(config))
+    with pytest.raises(UnsupportedModelError, match=r"expected transformer-lens 4\.3 or later"):
         expose_neuron_heads(bridge)

@@ -59,7 +59,7 @@ def test_wrong_transcoders(transcoders, message):
         (lambda: bridge("gptj"), "stream", "attention reads the same norm"),
         (lambda: bridge("olmo2"), "normalized", "there is no norm"),
         (lambda: bridge("bert"), "input", "layer 0: its MLP is not a separate module"),
-        (mixtral, "input", "layer 0: its mlp is a MoEBridge"),
+        (mixtral, "input", "layer 0: its MLP is a mixture of experts"),
         (
             *(lambda: expose_neuron_heads(bridge("gpt2")).model, "input"),
             r"exposed; first call expose_neuron_heads\(model\).undo\(\)",

@@ -159,7 +159,7 @@ class DirectEffects:
             chosen = outputs[list(prompts), list(positions), sites.index.to(outputs.device)]
             return self.tokens_of(self._matrices.outputs(sites, chosen), k)
 
-        return _by_layer((name for name, *_ in nodes), tops)
+        return _by_layer(self._host.model, (name for name, *_ in nodes), tops)
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
@@ -169,7 +169,7 @@ class DirectEffects:
             ones = sites.index.new_ones(len(rows), 1).float()
             return self.tokens_of(self._matrices.outputs(sites, ones), k)
 
-        return _by_layer(neurons, tops)
+        return _by_layer(self._host.model, neurons, tops)
 
     @torch.no_grad()
     def read_tokens(
@@ -182,7 +182,7 @@ class DirectEffects:
             columns = self._matrices.read_matrices(sites, kind).A[:, :, 0].to(W_E.device)
             return [top for some in columns.split(_ROWS) for top in _extremes(some @ W_E.T, k)]
 
-        return _by_layer(neurons, tops)
+        return _by_layer(self._host.model, neurons, tops)
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
@@ -198,7 +198,9 @@ class DirectEffects:
 
 
 def _by_layer(
-    names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
+    model: Any,
+    names: Iterable[str],
+    tops: Callable[[LayerSites, list[int]], list[TokenScores]],
 ) -> list[TokenScores]:
     """Call `tops` once per sublayer, and return each head's tokens in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
@@ -207,7 +209,7 @@ def _by_layer(
         groups.setdefault((head.layer, head.kind), []).append(row)
     tokens: dict[int, TokenScores] = {}
     for rows in groups.values():
-        sites = LayerSites.of(heads[row] for row in rows)
+        sites = LayerSites.of(model, (heads[row] for row in rows))
         tokens |= zip(rows, tops(sites, rows), strict=True)
     return [tokens[row] for row in range(len(heads))]
 

@@ -16,6 +16,7 @@ from transformer_lens.model_bridge.generalized_components import (
     GatedMLPBridge,
     JointGateUpMLPBridge,
     MLPBridge,
+    MoEBridge,
 )
 
 from attn_only_lens.axes import Residual
@@ -208,6 +209,12 @@ class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
     _stock = JointGateUpMLPBridge
 
 
+class ExposedMixture(_ExposedMLPBridge, MoEBridge):
+    """A mixture of experts with neuron-heads, or a dense MLP of such a model, in a bridge."""
+
+    _stock = MoEBridge
+
+
 class ExposedFeatureMLP(_ExposedMLPBridge, FeatureMLP):
     """A transcoder (`FeatureMLP`) whose features are neuron-heads."""
 
@@ -216,7 +223,7 @@ class ExposedFeatureMLP(_ExposedMLPBridge, FeatureMLP):
 
 _CLASSES: tuple[Any, ...] = (
     *(ExposedTransformer, ExposedBridge, ExposedMLP, ExposedGatedMLP, ExposedFeatureMLP),
-    *(ExposedPlainBridge, ExposedGatedBridge, ExposedJointBridge),
+    *(ExposedPlainBridge, ExposedGatedBridge, ExposedJointBridge, ExposedMixture),
 )
 _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 

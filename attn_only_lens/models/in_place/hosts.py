@@ -14,7 +14,8 @@ from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind, PassState
 from attn_only_lens.models.base import HookedTransformerHost, ModelHost
 from attn_only_lens.models.in_place.bridge_components import component_reasons, unseen_edit_reasons
-from attn_only_lens.models.in_place.mlp_hooks import InPlace, UnknownMLPError, find_hook_points
+from attn_only_lens.models.in_place.hook_points import find_hook_points
+from attn_only_lens.models.in_place.mlp_hooks import InPlace, UnknownMLPError
 from attn_only_lens.models.norms import (
     LayerNorms,
     Norm,

@@ -31,11 +31,12 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
+from attn_only_lens.models.in_place.hook_points import find_hook_points
+from attn_only_lens.models.in_place.mixtures import expert_activation, is_mixture
 from attn_only_lens.models.in_place.mlp_hooks import (
     MLPHookPoints,
     UnknownMLPError,
     activation_error,
-    find_hook_points,
 )
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
 from attn_only_lens.tl import GatedMLP, HookedTransformer
@@ -83,19 +84,22 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
     transcoders: dict[int, KnownMLP] = {}
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
     ran: list[tuple[int, Any, MLPHookPoints, Tensor]] = []
+    gates = GATES if silu is None else {silu.gate.name: silu.gate}
     with evaluation_without_hooks(mlps):
         for layer, mlp in enumerate(mlps):
             try:
                 if any(mlp is earlier for _, earlier, *_ in ran):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
                 points = find_hook_points(mlp)
-                if isinstance(mlp, FeatureMLP):
+                if is_mixture(mlp):
+                    act_fn = expert_activation(mlp, model.cfg.act_fn, gates)
+                    known[layer] = KnownMLP(mlp, points, act_fn)
+                elif isinstance(mlp, FeatureMLP):
                     transcoders[layer] = KnownMLP(mlp, points, mlp.transcoder_activation)
                 else:
                     ran.append((layer, mlp, points, _activations(mlp, points)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
-    gates = GATES if silu is None else {silu.gate.name: silu.gate}
     for (layer, mlp, points, _), post in zip(ran, on_cpu([x for *_, x in ran]), strict=True):
         try:
             known[layer] = KnownMLP(mlp, points, _name(post, mlp, points, model.cfg, gates))
@@ -139,6 +143,8 @@ def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
     """Run an MLP, or its layer if the MLP is no separate module, and return the MLP's output."""
     if points.layer is None:
         output = _run(mlp, x)
+        if is_mixture(mlp) and isinstance(output, tuple):  # the second entry has router scores
+            output = output[0]
         if not isinstance(output, Tensor):
             raise UnknownMLPError(f"its MLP returns {a_type(output)}, not a tensor")
         return output

@@ -26,14 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge.generalized_components import (
-    GatedMLPBridge,
-    JointGateUpMLPBridge,
-    MLPBridge,
-)
-from transformers.pytorch_utils import Conv1D
 
-from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
@@ -43,11 +36,14 @@ from attn_only_lens.gates.features import feature_gate
 from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
-from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState, stock_class
-from attn_only_lens.tl import MLP, GatedMLP
+from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState
+from attn_only_lens.tl import GatedMLP
 
 _ROUNDINGS = 16  # allowed relative error of an activation, in machine epsilons
+
+
+class UnknownMLPError(Exception):
+    """Raised if an MLP's neurons cannot be exposed as heads; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class InPlace(NeuronHeads):
         if self.mlp_points.out is None:
             gated = isinstance(self.mlp, GatedMLP)
             return self.mlp.b_out + (self.mlp.b_in @ self.mlp.W_out if gated else 0.0)
-        bias = getattr(self.mlp.out, "bias", None)
+        bias = getattr(getattr(self.mlp, "dense_out", None) or self.mlp.out, "bias", None)
         return 0.0 if bias is None else bias
 
     @property
@@ -289,11 +285,9 @@ class InPlace(NeuronHeads):
         """Return hook_post's input as a new tensor, so that in-place edits do not change z."""
         return (z + self._b_in).contiguous()  # some MLPs flatten this
 
-    def attach(self) -> None:
-        """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
-        self.mlp._neuron_heads = self
-        for name, point in self.points.items():
-            setattr(self.mlp, name, point.train(self.mlp.training))
+    @property
+    def taps(self) -> dict[type[HookPoint], HookPoint]:
+        """The MLP's own hook points that the heads intercept, by their new classes."""
         points = self.mlp_points
         taps = {
             _Pre: points.pre,
@@ -301,14 +295,20 @@ class InPlace(NeuronHeads):
             _Post: points.post,
             _Out: points.out,
         }
-        for tap, tapped in taps.items():
-            if tapped is not None:
-                tapped.__class__ = tap
-                tapped._neuron_heads = self  # type: ignore[assignment]
+        return {tap: point for tap, point in taps.items() if point is not None}
+
+    def attach(self) -> None:
+        """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
+        self.mlp._neuron_heads = self
+        for name, point in self.points.items():
+            setattr(self.mlp, name, point.train(self.mlp.training))
+        for tap, point in self.taps.items():
+            point.__class__ = tap
+            point._neuron_heads = self  # type: ignore[assignment]
 
     def detach(self) -> None:
         """Undo `attach`."""
-        for point in self.mlp_points:
+        for point in self.taps.values():
             point.__class__ = HookPoint
             del point._neuron_heads
         for name in self.points:
@@ -359,7 +359,7 @@ class FeatureHeads(InPlace):
     def kinds(self) -> tuple[HeadKind, ...]:  # type: ignore[override]
         """The kinds of graph nodes in this layer: "feature" and, if present, "skip" and "error"."""
         wide = {"skip": self.mlp.W_skip is not None, "error": self.mlp.has_error}
-        return ("feature", *(kind for kind in WIDE_KINDS if wide[kind]))
+        return ("feature", *(kind for kind in WIDE_KINDS if wide.get(kind)))
 
     @property
     def activation(self) -> Gate:
@@ -427,67 +427,5 @@ class _Out(_Tap):
         return out
 
 
-_TAPS = (_Pre, _PreLinear, _Post, _Out)
-_BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
-
-
-class UnknownMLPError(Exception):
-    """Raised if an MLP's neurons cannot be exposed as heads; the message says why."""
-
-
-def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Return the hook points of an MLP; raise UnknownMLPError if its class is unknown."""
-    if mlp is None:
-        raise UnknownMLPError("it has no MLP")
-    kind = stock_class(mlp)
-    if kind in (MLP, GatedMLP):
-        points = MLPHookPoints(
-            mlp.hook_pre, getattr(mlp, "hook_pre_linear", None), mlp.hook_post, None
-        )
-    elif kind in _BRIDGES:
-        points = _bridge_hook_points(mlp)
-    elif kind is FeatureMLP:
-        points = MLPHookPoints(mlp.hook_pre, None, mlp.hook_post, mlp.hook_written, layer=mlp)
-    else:
-        raise UnknownMLPError(
-            f"its mlp is {a_type(mlp)}, whose forward pass is not known; expected one "
-            f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
-        )
-    changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
-    if changed:
-        raise UnknownMLPError(f"its hook points {changed} are of an unknown class")
-    # OPT's MLP has activations [batch · pos, d_mlp], but its hooks receive [batch, pos, d_mlp].
-    converted = [point.name for point in points if point.hook_conversion is not None]
-    if converted:
-        raise UnknownMLPError(
-            f"its hook points {converted} pass a reshaped tensor to hooks (in OPT, one axis holds "
-            "the tokens of all prompts); expected hooks to receive the tensor itself"
-        )
-    return points
-
-
-def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
-    linears: dict[str, Any] = dict(mlp.named_children())
-    missing = [name for name in ("in", "out") if name not in linears]
-    if missing:
-        raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # An adapter or quantised module would do more than multiply by one weight matrix.
-    W_out = getattr(linears["out"], "original_component", None)
-    kind = type(W_out)
-    if kind not in (nn.Linear, Conv1D):
-        got = kind.__qualname__
-        advice = "merge adapters, dequantise, or remove parametrizations first"
-        if kind.__module__.startswith("peft."):  # some peft classes are called Linear, too
-            got = f"{kind.__module__}.{got}"
-            advice = (
-                "call merge_and_unload() before you build the bridge; or in the bridge, for every "
-                "component with an adapter `layer`, call layer.merge() and "
-                "component.set_original_component(layer.get_base_layer())"
-            )
-        raise UnknownMLPError(
-            f"its W_out is {with_article(got)}; expected a Linear or a Conv1D: {advice}"
-        )
-    q = linears["gate" if "gate" in linears else "in"].hook_out
-    u = linears["in"].hook_out if "gate" in linears else None
-    layer = mlp.original_component if mlp.name is None else None
-    return MLPHookPoints(q, u, linears["out"].hook_in, linears["out"].hook_out, layer)
+TAPS = (_Pre, _PreLinear, _Post, _Out)
+"""The classes of hook points that neuron-heads intercept."""

@@ -261,7 +261,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
                 "blocks 2l and 2l + 1"
             )
         n_heads = self.blocks[block].attn.cfg.n_heads
-        return head_labels(block_layer(block), block_kind(block), n_heads)
+        return list(head_labels(block_layer(block), block_kind(block), n_heads))
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
         """Return the names of all attention heads and, if `neurons` is set, of all neuron-heads."""

@@ -25,7 +25,7 @@
   const index = new Map(nodes.id.map((id, i) => [id, i]));
 
   // --- State that users change, and that is saved with the page --------------------------------
-  const KINDS = ["value", "q", "k", "gate"];
+  const KINDS = ["value", "q", "k", "gate", "routing"];
   const state = { nodes: null, edges: null, kinds: ["value"], extras: false,
                   only_pinned: false, pinned: [], names: {}, groups: [], theme: null };
   const take = (saved) => {
@@ -751,7 +751,7 @@
     }));
     const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
     parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
-    for (const kind of ["q", "k", "gate"].filter((kind) => edges.kind.includes(kind)))
+    for (const kind of ["q", "k", "gate", "routing"].filter((kind) => edges.kind.includes(kind)))
       parts.push(sample(kind, stroke(kind + " " + plain, "+")));
     if (data.has_bars) parts.push(sample("inflow that is drawn", (box) => {
       box.append("path").attr("class", "bar").attr("d", "M2 8H18");
@@ -773,7 +773,7 @@
   };
   const TITLE = 7.9, LINE = 14; // width of a character; height of a line of the legend
   const legendText = () => {
-    const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots" };
+    const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots", routing: "short dashes" };
     const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
       : "+ raises the metric (blue) · − lowers it (red)";
     const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };

@@ -3,7 +3,7 @@
 {
   const pages = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("go").addEventListener("change", (event) => {
-    const name = event.target.value.trim().toUpperCase(), layer = /^L(\d+)[NH]\d+$/.exec(name)?.[1];
+    const name = event.target.value.trim().toUpperCase(), layer = /^L(\d+)(?:E\d+(?=N))?[NH]\d+$/.exec(name)?.[1];
     if (pages[layer]) location.href = `${pages[layer]}#${name}`;
   });
 }

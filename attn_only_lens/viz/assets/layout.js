@@ -3,7 +3,7 @@
 const layout = (() => {
   const GUTTER = 96, AXIS = 40, TOP = 12, BOX = 20;
   const GAP = 12, COLUMN_GAP = 10, LINE = 34, ROW_GAP = 6, FOLDED = 34, RIGHT = 14, WIDEST_ROW_GAP = 120;
-  const MARGIN = 3, ARROW = 6, LANES = 5, LANE = 5, KINDS = ["q", "gate", "value", "k"];
+  const MARGIN = 3, ARROW = 6, LANES = 5, LANE = 5, KINDS = ["q", "gate", "routing", "value", "k"];
   const group = (all, key) => {
     const grouped = new Map();
     for (const entry of all) {
