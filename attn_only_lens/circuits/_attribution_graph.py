@@ -42,7 +42,7 @@ from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of, reasons_without_heads
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
