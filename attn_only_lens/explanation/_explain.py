@@ -19,6 +19,7 @@ from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import unchanged
 from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -96,7 +97,8 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size", "share")
+    reasons = reasons_not_to_run(model) + contrast_reasons(contrast)
+    reasons += work_reasons(work, "batch_size", "share")
     reasons += POSITIVE.reasons(most_nodes=most_nodes) + SHARE.reasons(strong=strong)
     if not isinstance(search, Search):
         reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")

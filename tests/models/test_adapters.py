@@ -18,6 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import attn_only_lens as lens
 from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
+from attn_only_lens.models.in_place.mixtures import experts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
 PAIR = Contrast(tokens(1), tokens(2), p.logit_diff(7, 8))
@@ -192,6 +193,9 @@ class ChangedKit(support.Kit):
             mlp = self._adapted.blocks[1].mlp
             if self.kind == support.HOOKED:
                 parametrize.register_parametrization(mlp, "W_out", nn.Tanh())
+            elif self.kind == support.MIXTURE:
+                stacked = experts_of(mlp).stacked
+                parametrize.register_parametrization(stacked, "down_proj", nn.Tanh())
             else:
                 config = lora("c_proj", fan_in_fan_out=True)
                 config.target_modules = r".*mlp.*\.c_proj\._original_component"
@@ -227,5 +231,6 @@ def kit(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("package", "name"), ROWS, ids=[".".join(row) for row in ROWS])
 def test_every_function_refuses_a_model_that_was_changed(kit, package, name):
-    with pytest.raises(lens.errors.AttnOnlyLensError, match=r"layer 1: its (W_out|mlp) is a"):
+    changed = r"layer 1: (its (W_out|mlp) is|the experts of its mixture are) a"
+    with pytest.raises(lens.errors.AttnOnlyLensError, match=changed):
         support.ROWS[package][name](kit)
