@@ -278,9 +278,13 @@ class Explanation:
             else:
                 names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
         circuit, answers = self.circuit, answer_cells(self.answers).items()
-        notes = [
+        lead = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
             "the circuit missed nothing).",
+            *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
+            *self.warnings,
+        ]
+        notes = [
             *self._selection,
             *[
                 f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
@@ -288,8 +292,6 @@ class Explanation:
                 "if they are negative, the site acts against the answer."
             ]
             * bool(set(table["id"]) - nodes),
-            *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
-            *self.warnings,
             "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
             "or ↓ the answer whose logit the change of the node's output between these runs raises "
             "or lowers most by the direct path; by pattern, or by both pattern and value: what "
@@ -298,7 +300,7 @@ class Explanation:
             * any(", sign disputed" in x for x in names.values()),
         ]
         if (tokens := self.attribution.tokens) is not None:
-            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
+            lead.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
         return circuit_view(
             self.graph,
             *(self.model, self.contrast),
@@ -306,8 +308,9 @@ class Explanation:
             overlays=Overlays(
                 *(self.patches["noise"], examples, circuit.stability),
                 alone=table[["id", "denoise", "noise"]],
+                notes=notes,
             ),
-            notes=notes,
+            notes=lead,
             state={"names": names},
         )
 

@@ -63,7 +63,8 @@ def circuit_page(
             "gate" or "routing"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
-            meaning of that column; `notes`, strings that the page shows; `caption`, strings below
+            meaning of that column; `lead`, strings that the page shows first, and `notes`, strings
+            that it folds; `caption`, strings below
             the drawing; `corrupted`, the tokens of the corrupted prompt, if the details have its
             patterns; `roles`, for columns that are roles: by name, the index of the role's token in
             `tokens`, or None (nodes' `position` then counts roles); `additive`, the kinds of edges
@@ -107,7 +108,7 @@ def circuit_page(
         "details": {key: _plain(item) for key, item in details.items()},
         "exact": meta.get("exact", ""),
         "corrupted": [visible_token(token) for token in meta.get("corrupted", ())],
-        **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
+        **{key: list(meta.get(key, ())) for key in ("lead", "notes", "groups")},
     }
     of_metric = meta.get("title") or f"{meta['metric']} = {float(meta['value']):.5g}"
     model = model_title(meta["model"])

@@ -1,6 +1,6 @@
 """What a page adds to a graph's nodes: exact effects, examples, stability, and groups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Overlays:
         alone: the effects of patching one site alone: a frame with columns `id` (such as "L3H3@5"),
             `denoise` and `noise`, which are shares of the difference between two runs. A site
             that is not a node of the graph is drawn in grey, without edges.
+        notes: texts that say how to read these results; the page folds them.
 
     Raises:
         InputError: a result has another type, or the examples lack columns; the error lists every
@@ -62,6 +63,7 @@ class Overlays:
     stability: Stability | None = None
     groups: NodeGroups | None = None
     alone: pd.DataFrame | None = None
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         reasons = [
@@ -75,6 +77,7 @@ class Overlays:
             )
             if value is not None and not isinstance(value, kind)
         ]
+        reasons += text_reasons(self.notes)
         frame = self.examples
         if isinstance(frame, pd.DataFrame) and not {"name", *COLUMNS} <= set(frame):
             reasons.append(
@@ -84,6 +87,13 @@ class Overlays:
         if isinstance(frame, pd.DataFrame) and not {"id", *ALONE} <= set(frame):
             reasons.append(f"got alone with columns {list(frame)}; expected id, denoise, noise")
         refuse(*reasons)
+
+
+def text_reasons(notes: object) -> list[str]:
+    """Return [error message] if notes are no list of texts."""
+    if isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes):
+        return []
+    return [f"got notes={notes!r}; expected a list of texts"]
 
 
 def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:

@@ -38,6 +38,7 @@ from attn_only_lens.viz.graph_overlays import (
     exact_reasons,
     groups_and_state,
     inclusion_of_nodes,
+    text_reasons,
     with_sites_alone,
 )
 from attn_only_lens.viz.page import Page, refuse
@@ -80,7 +81,7 @@ def circuit_view(
         top_tokens: number of tokens to list that a node raises most, and lowers most.
             Amounts are standard deviations above the mean over the vocabulary.
         overlays: further results to show for the nodes: exact effects, examples, stability, groups.
-        notes: texts that the page shows before the notes about the graph.
+        notes: texts that the page shows first; it folds the notes about the graph.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
             If there are more than 300 nodes and no groups, the heads of each layer form a group,
@@ -114,7 +115,8 @@ def circuit_view(
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     if isinstance(graph, Comparison):
-        others = [x for x in (model, contrast, *vars(overlays).values(), *notes) if x is not None]
+        shown = [x for x in vars(overlays).values() if x is not overlays.notes]
+        others = [x for x in (model, contrast, *shown, *overlays.notes, *notes) if x is not None]
         given = [*map(a_type, others), *[f"prompt={prompt!r}"] * (prompt != 0)]
         refuse(*[f"got {some} with a comparison; expected only `state`" for some in given[:1]])
         return comparison_circuit(graph, state)
@@ -125,9 +127,7 @@ def circuit_view(
     n_prompts = len(contrast if graph.roles and isinstance(contrast, Contrast) else graph.tokens)
     if not is_count(prompt, 0, n_prompts - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {n_prompts} prompts")
-    if not isinstance(notes, list | tuple) or not all(isinstance(note, str) for note in notes):
-        reasons.append(f"got notes={notes!r}; expected a list of texts")
-    refuse(*reasons, *COUNT.reasons(top_tokens=top_tokens))
+    refuse(*reasons, *text_reasons(notes), *COUNT.reasons(top_tokens=top_tokens))
     measured, state = groups_and_state(graph, overlays.groups, state)
 
     # Nodes and their details
@@ -168,8 +168,9 @@ def circuit_view(
         "model": graph.model,
         "title": title,
         "exact": "" if exact is None else what_is_exact(graph, exact),
+        "lead": list(notes),
         "notes": [
-            *(*notes, *notes_about(graph, prompt, n_prompts)),
+            *(*overlays.notes, *notes_about(graph, prompt, n_prompts)),
             *[_BOTH_RUNS] * (of_difference and has_details),
             *(note for part in parts for note in part.notes),
             *[f"Prompt {prompt} has no token of these roles: {absent}; see the other prompts."]

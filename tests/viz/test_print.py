@@ -48,8 +48,11 @@ def colour(shown, selector, name):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_circuit_is_printed_whole_with_its_notes(opened, theme):
     nodes, edges = circuit()
-    drawn = circuit_page(nodes=nodes, edges=edges, meta=META, details=details())
+    meta = META | {"lead": ["43 sites keep 90%."]}  # with these lines, the notes are folded
+    drawn = circuit_page(nodes=nodes, edges=edges, meta=meta, details=details())
     shown = opened(drawn)
+    seen = "return [...document.querySelectorAll('aside .note')].map(e => e.checkVisibility())"
+    assert not any(shown.js(seen))
     if theme == "dark":
         shown.js("document.getElementById('theme').click()")
         assert colour(shown, "body", "backgroundColor") == "rgb(20, 24, 31)"
@@ -66,9 +69,11 @@ def test_a_circuit_is_printed_whole_with_its_notes(opened, theme):
         assert shown.js(nodes_right)
         assert shown.js("return document.getElementById('stage').checkVisibility()") is False
         assert shown.texts("aside .note") == notes
+        assert all(shown.js(f"{seen}.slice(1)"))  # all but the note about clicks
         assert colour(shown, "body", "backgroundColor") == "rgb(255, 255, 255)"
         assert colour(shown, "#paper .back", "fill") == "rgb(255, 255, 255)"
     assert shown.texts("#paper svg") == []
+    assert not any(shown.js(seen))
     if theme == "dark":  # as before
         assert colour(shown, "body", "backgroundColor") == "rgb(20, 24, 31)"
 

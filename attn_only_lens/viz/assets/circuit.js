@@ -685,11 +685,12 @@
                linked("Writes", "writes", edges.source, edges.target));
     return box;
   };
+  let isReading = !data.lead.length; // whether the notes are unfolded
   const panelOfNone = () => {
     const box = document.createDocumentFragment();
-    box.append(make("p", "Click a node for its attention, tokens, and what it reads and writes. Shift-click pins "
+    const click = make("p", "Click a node for its attention, tokens, and what it reads and writes. Shift-click pins "
       + "it: pinned nodes stay, and can be grouped. Arrow keys go from node to node. Drag to move, Ctrl and wheel to zoom, "
-      + "/ to search.", "note controls"));
+      + "/ to search.", "note controls");
     const pins = section("pinned", `Pinned (${state.pinned.length})`), list = make("ul");
     for (const id of state.pinned) {
       const line = make("li", nameOf(index.get(id)));
@@ -701,9 +702,15 @@
       pins.append(button(entry.name, () => choose(N + g)));
     const prompt = section("prompt", "Prompt");
     prompt.append(coloured(tokens, tokens.map(() => null), 1, null, String));
-    const about = section("notes", "About this graph");
+    prompt.append(...data.lead.map((text) => make("p", text)));
+    const about = make("details");
+    about.id = "notes";
+    about.open = isReading;
+    about.addEventListener("toggle", () => { isReading = about.open; });
+    about.append(make("summary", "How to read this graph"), click);
     about.append(...[...data.notes, ...(nodes.exact ? [data.exact] : [])].map((note) => make("p", note, "note")));
-    box.append(pins, prompt, about);
+    box.append(prompt, about);
+    if (state.pinned.length || state.groups.length) box.append(pins);
     return box;
   };
   const tell = () => at("panel").replaceChildren(chosen === null ? panelOfNone() : panelOf(chosen));
@@ -864,17 +871,20 @@
     if (scene) drawNodes();
     tell();
   };
-  let onScreen = null; // the theme before printing
+  let onScreen = null, wasReading = false; // the theme and the notes before printing
   addEventListener("beforeprint", () => {
     onScreen = state.theme;
     state.theme = "light";
     recolour();
     at("paper").innerHTML = picture();
+    wasReading = isReading;
+    if (at("notes")) at("notes").open = true;
   });
   addEventListener("afterprint", () => {
     state.theme = onScreen;
     recolour();
     at("paper").replaceChildren();
+    if (at("notes")) at("notes").open = wasReading;
   });
   at("theme").addEventListener("click", () => {
     state.theme = isDark() ? "light" : "dark";
