@@ -200,7 +200,7 @@ def load(
     widths = {transcoder.d_model for transcoder in loaded.values()}
     reasons += [f"got different values of d_model: {sorted(widths)}"] * (len(widths) > 1)
     reasons += [] if reasons else cross_layer_reasons(loaded)
-    refuse(reasons, f"{path} does not hold the transcoders of one model")
+    refuse([*dict.fromkeys(reasons)], f"{path} does not hold the transcoders of one model")
     return dict(sorted(loaded.items()))
 
 
@@ -237,7 +237,7 @@ def _files(path: Path) -> Iterator[_File]:
         half, n_layers = layer_of_half(path), n_layers_in(path) if path.suffix != ".npz" else None
         if half:
             layer, second = half
-            if path.name.startswith("W_enc") or not second.exists():
+            if path.name.startswith("W_enc") or not second.exists() or len(files) == 1:
                 yield _File(path, name, config, layer, second_half=second)
         elif n_layers is None:
             yield _file(path, name, config, layers)
@@ -326,7 +326,7 @@ def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Trans
     if file.second_half is not None:
         if not file.second_half.is_file():
             raise InputError([f"got no {file.second_half.name} next to it"], PROBLEM)
-        tensors = join_halves(tensors, read_tensors(file.second_half)[0])
+        tensors = join_halves(tensors, read_tensors(file.second_half)[0], file.layer)
     layout = identify(tensors, file.config, is_npz)
     if file.holds_all_layers and layout != GEMMA_SCOPE_2:
         layout = CROSSLAYER_TRANSCODER

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.heads.transcoder import Transcoder, cross_layer_reasons
 from attn_only_lens.models.checkpoint.transcoders import FILES, write_transcoders
 from attn_only_lens.storage import atomic_folder, open_folder
 
@@ -28,7 +28,7 @@ def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) 
 
     Raises:
         InputError: there is no transcoder, a layer is not an int ≥ 0, or a value is not a
-            `Transcoder`.
+            `Transcoder`; or a cross-layer transcoder lacks layers.
         CheckpointError: the folder contains other files, or cannot be written.
 
     Example:
@@ -49,6 +49,7 @@ def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) 
         if not is_count(layer) or not isinstance(transcoder, Transcoder)
     ]
     reasons += ["got no transcoder"] * (not transcoders)
+    reasons += [] if reasons else cross_layer_reasons(transcoders)
     InputError.raise_if(reasons, _PROBLEM)
     folder = open_folder(folder)
     saved = sorted(path.name for path in folder.glob(FILES))

@@ -56,8 +56,13 @@ def n_layers_in(path: Path) -> int | None:
     return None
 
 
-def join_halves(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor]) -> Tensors:
+def join_halves(
+    encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor], layer: int | None
+) -> Tensors:
     """Return the tensors of circuit-tracer's two files, with the keys of its files of one layer."""
+    wrong = [key for key in {**encoder, **decoder} if not key.endswith(f"_{layer}")]
+    reasons = [f"got {key} in the files of layer {layer}; expected W_enc_{layer}" for key in wrong]
+    InputError.raise_if(reasons, PROBLEM)
     tensors = {re.sub(r"_\d+$", "", key): x for key, x in {**encoder, **decoder}.items()}
     if "threshold" in tensors:
         tensors["activation_function.threshold"] = tensors.pop("threshold")
@@ -74,6 +79,13 @@ def read_layer(path: Path, layer: int, dtype: torch.dtype | None) -> Tensors:
         parts = {name: opened.get_slice(key) for name, key in keys.items()}
         if "encoder.W" in keys:
             return _folded(parts, layer, dtype)
+        n_layers = parts["w_enc"].get_shape()[0]
+        reasons = [
+            f"got {name} of shape {part.get_shape()}; expected a first axis of {n_layers} layers"
+            for name, part in parts.items()
+            if part.get_shape()[:1] != [n_layers]
+        ]
+        InputError.raise_if(reasons, PROBLEM)
         return {name: part[layer] for name, part in parts.items()}
 
 
@@ -89,7 +101,7 @@ def _folded(parts: Mapping[str, Any], layer: int, dtype: torch.dtype | None) -> 
         f"got {key}; expected a CrossLayerTranscoder with the activation ReLU or JumpReLU"
         for key in sorted({*parts} - needed - {*_OPTIONAL})
     ]
-    InputError.raise_if(reasons, PROBLEM)
+    InputError.raise_if(reasons or _shape_reasons(parts), PROBLEM)
     shift, scale, mean, std = (_statistics(parts, key, n_layers) for key in _STATISTICS)
     stored = parts["encoder.W"][layer]
     W_enc = stored.double() / scale[layer].unsqueeze(-1)
@@ -103,6 +115,21 @@ def _folded(parts: Mapping[str, Any], layer: int, dtype: torch.dtype | None) -> 
     if "nonlinearity.theta" in parts:
         folded["threshold"] = parts["nonlinearity.theta"][:][0, layer].double()
     return {name: tensor.to(dtype or stored.dtype) for name, tensor in folded.items()}
+
+
+def _shape_reasons(parts: Mapping[str, Any]) -> list[str]:
+    """Return every reason why tensors of a crosslayer-transcoder do not fit its encoder."""
+    n_layers, d_model, d_features = parts["encoder.W"].get_shape()
+    shapes = {f"decoder.W_{t}": [[t + 1, d_features, d_model]] for t in range(n_layers)}
+    shapes |= {"encoder.b": [[n_layers, d_features]], "decoder.b": [[n_layers, d_model]]}
+    shapes |= {"nonlinearity.theta": [[1, n_layers, d_features]]}
+    shapes |= {key: [[n_layers], [n_layers, 1], [n_layers, d_model]] for key in _STATISTICS}
+    return [
+        f"got {key} of shape {got}; expected {' or '.join(map(str, shapes[key]))}, because "
+        f"encoder.W has shape {[n_layers, d_model, d_features]}"
+        for key, part in parts.items()
+        if key in shapes and (got := part.get_shape()) not in shapes[key]
+    ]
 
 
 def _statistics(parts: Mapping[str, Any], key: str, n_layers: int) -> Tensor:

@@ -205,6 +205,14 @@ def test_layers_run_in_one_pass_of_the_model():
         def again(y, hook):
             mlp(x)
 
+        def look(y, hook):
+            model.blocks[0].mlp(x)  # would replace what layer 0 wrote
+
+        with pytest.raises(UnsupportedCallError, match="layer 0 ran twice, or another pass"):
+            model.run_with_hooks(prompt, fwd_hooks=[("blocks.0.hook_mlp_out", look)])
+        stream = model.run_with_cache(prompt)[1]["blocks.1.hook_resid_pre"]
+        with pytest.raises(UnsupportedCallError, match="start_at_layer=1 skips layers"):
+            model(stream, start_at_layer=1)
         with pytest.raises(UnsupportedCallError, match="layer 1 ran twice, or another pass"):
             model.run_with_hooks(prompt, fwd_hooks=[("blocks.1.hook_mlp_out", again)])
         expected, inner = model(prompt), []
@@ -223,7 +231,7 @@ def test_layers_run_in_one_pass_of_the_model():
                 inner.append(None)
                 model.original_model(prompt.flip(0))
 
-        with pytest.raises(UnsupportedCallError, match="layer 2 ran twice, or another pass"):
+        with pytest.raises(UnsupportedCallError, match="layer 0 ran twice, or another pass"):
             model.run_with_hooks(prompt, fwd_hooks=[("blocks.1.hook_mlp_out", wrapped)])
         with pytest.raises(UnsupportedCallError, match="not a block, or the model that it wraps"):
             model.original_model(prompt)

@@ -556,7 +556,7 @@ def test_promoted_tokens_count_all_writes(case):
     with attach(case.model, case.transcoders) as model:
         matrices = HeadMatrices.of(model, fold_norms=False)
         for name in names:
-            sites = LayerSites.of([HeadName.parse(name)])
+            sites = LayerSites.of(model, [HeadName.parse(name)])
             got = matrices.outputs(sites, torch.full((1, 1), 1.7, dtype=torch.float64))[0]
             expected = 1.7 * sum(case.decoders(name).values())
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -239,3 +239,38 @@ def test_refusals(tmp_path):
     refused(tmp_path / "f", "does not say what it reads")
     with pytest.raises(InputError, match="W_later of shape"):
         replace(cross_layer(L, D)[0], W_later=random(F, D))
+
+
+def test_tensors_of_other_layers_or_sizes_are_refused(tmp_path):
+    folder = tmp_path / "exchanged"
+    circuit_tracer(folder)
+    one, other = (folder / f"W_enc_{layer}.safetensors" for layer in (0, 1))
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+    refused(folder, "got W_enc_1 in the files of layer 0", "got W_enc_0 in the files of layer 1")
+    circuit_tracer(tmp_path / "half")
+    refused(tmp_path / "half" / "W_dec_0.safetensors", "got layers [0]")
+
+    changes = {
+        "encoder.b": random(F),
+        "decoder.b": random(L + 1, D),
+        "decoder.W_1": random(L, F, D),
+        "nonlinearity.theta": random(2, L, F),
+        "input_standardizer.std": random(D),
+    }
+    for number, (key, tensor) in enumerate(changes.items()):
+        stored = of_crosslayer_transcoder() | {key: tensor}
+        write(tmp_path / str(number), stored, "clt.safetensors")
+        shape = f"got {key} of shape {list(tensor.shape)}"
+        refused(tmp_path / str(number), shape, "because encoder.W has shape [3, 7, 13]", **INPUT)
+    write(tmp_path / "gemma", gemma_scope_2() | {"b_dec": random(L + 1, D)}, "params.safetensors")
+    refused(tmp_path / "gemma", "got b_dec of shape [4, 7]", "first axis of 3 layers", **INPUT)
+
+
+def test_a_part_is_not_saved(tmp_path):
+    whole = cross_layer(L, D)
+    t.save(tmp_path / "x", whole)
+    with pytest.raises(InputError, match=r"got layers \[0, 1\] of a cross-layer transcoder"):
+        t.save(tmp_path / "x", {layer: whole[layer] for layer in (0, 1)})
+    assert list(t.load(tmp_path / "x")) == [0, 1, 2]

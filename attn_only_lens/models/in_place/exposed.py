@@ -51,6 +51,11 @@ class _Exposed(WithNeuronHeads):
     def forward(self, *args: Any, **how: Any) -> Any:
         """Run the model; raise an error if an MLP was replaced, because its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
+        if how.get("start_at_layer") and self._host(self).writes_later:
+            raise UnsupportedCallError(
+                f"start_at_layer={how['start_at_layer']} skips layers whose features write to "
+                "later layers; run the model from its first layer"
+            )
         with exposed_heads(self)[0].passing.model_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
