@@ -43,6 +43,7 @@ from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.patching.columns import site_ids
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
@@ -236,10 +237,10 @@ def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDA
         except InputError:
             return -1
         start, n_heads = firsts.get((head.layer, head.kind), (0, 0))
-        index = head.place(linear.model) if n_heads else 0
+        index = place_of(head, linear.model) if n_heads else 0
         if place not in places or index >= n_heads:
             return -1
-        known = str(HeadName.at(linear.model, head.layer, head.kind, index)) == name
+        known = HeadName.at(linear.model, head.layer, head.kind, index) == head
         return start + places.index(place) * n_heads + index if known else -1
 
     rows = np.array([row(site) for site in wanted], dtype=np.int64)

@@ -43,6 +43,7 @@ from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -173,12 +174,12 @@ def _of_neuron(
     heads: Any = host_of(model).neurons[head.layer]
 
     def preactivation(held: HeldPass) -> Tensor:
-        return held.steps.projections[heads][0][0, position, [head.place(model)]]
+        return held.steps.projections[heads][0][0, position, [place_of(head, model)]]
 
     run = HeldRun.record(model, tokens, None)
     _require_visit(run, heads, head, position)
     names, shares = _sources(run, head, position, preactivation)
-    score = run.steps.projections[heads][0][0, position, head.place(model)]
+    score = run.steps.projections[heads][0][0, position, place_of(head, model)]
     ends = [("name", "position", names, position)]
     return _largest(ends, shares, torch.ones_like(shares[:1]), float(score), top)
 

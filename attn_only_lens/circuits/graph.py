@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
-EDGE_KINDS = ("value", "q", "k", "gate", "routing")
+PATTERN_KINDS = ("q", "k", "gate")
+EDGE_KINDS = ("value", *PATTERN_KINDS, "routing")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
 Format: TypeAlias = Literal["attn_only_lens", "neuronpedia"]

@@ -27,6 +27,7 @@ from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -111,7 +112,7 @@ def reasons_of_another_run(
     heads, host, values = graph.heads, host_of(model), list[float]()
     for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
         head = HeadName.parse(name)
-        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.place(model)]
+        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, place_of(head, model)]
         sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
         index = places.names.index(place)
         values.append(float(places.means(sizes.unsqueeze(-1))[index, 0]))

@@ -71,6 +71,7 @@ from attn_only_lens.engine.writes import (
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
 
@@ -418,7 +419,7 @@ def direct_logits(
             continue
         if key not in differences:
             differences[key] = _difference(both.of(*key))
-        writes, index = differences[key], place.new_tensor([head.place(model)])
+        writes, index = differences[key], place.new_tensor([place_of(head, model)])
         vectors = []
         for x in writes.everywhere:
             here, head_index = (number.to(x.z.device) for number in (place, index))

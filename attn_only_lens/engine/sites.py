@@ -23,6 +23,7 @@ from attn_only_lens.heads.names import (
     expert_counts,
     head_counts,
     head_labels,
+    place_of,
     unreadable_name,
 )
 
@@ -189,7 +190,7 @@ class LayerSites:
     def of(cls, model: Any, heads: Iterable[HeadName]) -> "LayerSites":
         """Return the sites for one or more heads of one kind in one layer of a model."""
         heads = list(heads)
-        index = torch.tensor([head.place(model) for head in heads], device="cpu")
+        index = torch.tensor([place_of(head, model) for head in heads], device="cpu")
         return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index)
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from attn_only_lens.circuits._evaluate import Evaluation
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.graph import PATTERN_KINDS, CircuitGraph
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import joined, require_model
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
@@ -223,7 +223,7 @@ class Explanation:
         that the share's sign cannot be trusted.
         """
         edges, nodes = self.graph.edges, self.graph.heads.set_index("id")
-        through = edges[edges["kind"] != "value"].groupby("target")["weight"].sum()
+        through = edges[edges["kind"].isin(PATTERN_KINDS)].groupby("target")["weight"].sum()
         share = nodes["attribution"] / self.graph.value
         effects = single_effects(self.patches)
         is_node = effects.index.isin(nodes.index)

@@ -25,6 +25,7 @@ from attn_only_lens.engine.tokens import is_readable, token_text
 from attn_only_lens.explanation.model_answers import model_answers, tokens_of_answers
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import WIDE_KINDS
+from attn_only_lens.heads.names import place_of
 
 _LONGEST = 12  # the maximum length of a token in a label, in characters
 _DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's effect
@@ -138,7 +139,7 @@ def _describe(
     does, labels = dict[str, str](), dict[str, str]()
     rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
     for key, (head, node, change, has_tokens, of_z, of_pattern) in zip(sites, rows, strict=True):
-        (prompt, position), index = node, head.place(model)
+        (prompt, position), index = node, place_of(head, model)
         tokens = list[int]()
         for run in both.logits.chunk(2):
             tokens += run[prompt, position].topk(min(_PROBABLE, run.shape[-1])).indices.tolist()

@@ -70,7 +70,15 @@ class HeadName:
 
     @classmethod
     def at(cls, model: Any, layer: int, kind: HeadKind, place: int) -> "HeadName":
-        """Return the name of the head at an index on the axis `head_index` of its layer."""
+        """Return the name of the head at an index on the axis `head_index` of its layer.
+
+        Raises:
+            InputError: the layer has no such index.
+        """
+        count = host_of(model).count(layer, kind)
+        if not 0 <= place < count:
+            reason = f"got place {place}; layer {layer} has {count} heads of the kind {kind!r}"
+            raise InputError([reason], NO_HEAD)
         return _named(layer, kind, place, *host_of(model).experts(layer, kind))
 
     @classmethod
@@ -88,9 +96,12 @@ class HeadName:
 
         The neurons of expert 0 come first, then those of expert 1, and so on; the neurons of shared
         experts come last.
+
+        Raises:
+            InputError: the model has no such head.
         """
-        n_experts, size = host_of(model).experts(self.layer, self.kind)
-        return self.index + size * (n_experts if self.expert is None else self.expert)
+        self.require_in(model)
+        return place_of(self, model)
 
     def block(self, model: Any) -> int:
         """Return the index of the block that runs this head; raise the same errors as `hook`."""
@@ -201,6 +212,12 @@ class HeadName:
         index = "" if self.kind in WIDE_KINDS else self.index
         expert = "" if self.expert is None else f"E{self.expert}"
         return f"L{self.layer}{expert}{_LETTER[self.kind]}{index}"
+
+
+def place_of(head: HeadName, model: Any) -> int:
+    """Return the place of a head that the model is known to have; see `HeadName.place`."""
+    n_experts, size = host_of(model).experts(head.layer, head.kind)
+    return head.index + size * (n_experts if head.expert is None else head.expert)
 
 
 def _named(layer: int, kind: HeadKind, place: int, n_experts: int, size: int) -> HeadName:

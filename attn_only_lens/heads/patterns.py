@@ -18,7 +18,7 @@ from attn_only_lens.heads.host import (
     has_neuron_heads,
     host_of,
 )
-from attn_only_lens.heads.names import HeadName
+from attn_only_lens.heads.names import HeadName, place_of
 
 _PROBLEM = "this is no neuron-head"
 
@@ -58,7 +58,7 @@ def neuron_pattern(
     """
     head = _neuron(cache, name)
     # The head axis is third from the end, with or without a batch axis.
-    compact = _block_pattern(cache, head).select(-3, head.place(cache.model))
+    compact = _block_pattern(cache, head).select(-3, place_of(head, cache.model))
     if not dense:
         return compact
     return torch.cat([torch.diag_embed(compact[..., SELF]), compact[..., BIAS, None]], dim=-1)

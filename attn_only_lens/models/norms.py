@@ -370,8 +370,12 @@ def require_bridge_weights(model: Any) -> None:
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
         if not isinstance(block.mlp, FeatureMLP | MoEBridge):
             matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
+        # In a layer without experts, the gate of a mixture's bridge is not that of its MLP.
+        dense = "dense_" * isinstance(block.mlp, MoEBridge)
+        if dense and getattr(block.mlp, "bound_dense", False):
+            matrices |= {"mlp.dense_in": "W_in", "mlp.dense_out": "W_out"}
         if getattr(block.mlp, "W_gate", None) is not None:
-            matrices["mlp.gate"] = "W_gate"
+            matrices[f"mlp.{dense}gate"] = "W_gate"
         for path, name in matrices.items():
             owner = block.attn if path.startswith("attn") else block.mlp
             module = getattr(owner, path.split(".")[1], None)

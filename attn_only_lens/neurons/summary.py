@@ -150,7 +150,9 @@ class Summary:
         site = self.sites[number]
         add: Callable[..., Tensor] = self._add_heads
         if site.kind in NEURON_KINDS:
-            add = partial(self._add_neurons, only_active=site.kind == "feature")
+            # A feature that is 0, or a neuron of an expert that is not visited, is no example.
+            in_expert = host_of(self.model).experts(site.layer, site.kind)[0] > 0
+            add = partial(self._add_neurons, only_active=in_expert or site.kind == "feature")
         some = next(iter(of_layer.values()))
         here, step = _on(batch, some.device), len(site.names)
         if some.device.type == "cpu" and site.kind in NEURON_KINDS:

@@ -124,6 +124,9 @@ def path_patch(
     with float32_runs(model, pair):
         receiving = receiver_groups(model, pair, edges.receivers, part, averaged=not per_prompt)
         sending = site_groups(model, pair, edges.senders, "z", averaged=not per_prompt)
+        if any(group.sites.kind == "router" for group in sending):
+            reason = "got routers as senders, which write nothing; choose neurons of their experts"
+            raise InputError([reason], PROBLEM)
         every = resolve_sites(model, "all")
         of_chunk: dict[str, Any] = {"traced": top is not None, "decomposed": True}
         at_once = prompts_per_chunk(model, pair, metric, every, "value", work, **of_chunk)

@@ -31,6 +31,7 @@ from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_pattern
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.viz.page import (
     Page,
@@ -199,7 +200,7 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
     """Return z, gate and value of a neuron at each token."""
     name = str(head)
     z, value = (
-        cached_activation(cache, head.layer, head.kind, point)[..., head.place(cache.model), 0]
+        cached_activation(cache, head.layer, head.kind, point)[..., place_of(head, cache.model), 0]
         for point in ("z", "v")
     )
     quantities = {"z": z, "gate": neuron_pattern(cache, name)[..., SELF], "value": value}

@@ -22,6 +22,7 @@ from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.heads.names import place_of
 from attn_only_lens.neurons.statistics import examples_of
 from attn_only_lens.precision import full_precision
 from attn_only_lens.viz.circuit_data import NodeDetails
@@ -150,7 +151,7 @@ def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
         head = HeadName.parse(name)
         if name in fields:
             continue
-        hooks, index = _hooks(shown.model, head), head.place(shown.model)
+        hooks, index = _hooks(shown.model, head), place_of(head, shown.model)
         if hooks not in seen:  # one transfer per layer
             seen[hooks] = [
                 [run.hooked[x][shown.prompt].cpu().double() for x in hooks] for run in runs

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.graph import PATTERN_KINDS, CircuitGraph
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import joined
 from attn_only_lens.heads.names import count_kinds
@@ -73,7 +73,7 @@ def _about_ways(graph: CircuitGraph) -> str:
         some = graph.edges[graph.edges["kind"].isin(kinds)].groupby("target")["weight"].sum()
         return some.reindex(heads["id"]).fillna(0.0).to_numpy(dtype=np.float64)
 
-    by_pattern, by_routing = through("q", "k", "gate"), through("routing")
+    by_pattern, by_routing = through(*PATTERN_KINDS), through("routing")
     by_value = heads["attribution"].to_numpy() - by_pattern - by_routing
     carried = [float(np.abs(x).sum()) for x in (by_pattern, by_routing, by_value)]
     pattern, routing, value = (x / (sum(carried) or 1.0) for x in carried)

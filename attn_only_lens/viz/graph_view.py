@@ -115,8 +115,8 @@ def circuit_view(
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     if isinstance(graph, Comparison):
-        shown = [x for x in vars(overlays).values() if x is not overlays.notes]
-        others = [x for x in (model, contrast, *shown, *overlays.notes, *notes) if x is not None]
+        results = [x for x in vars(overlays).values() if x is not overlays.notes]
+        others = [x for x in (model, contrast, *results, *overlays.notes, *notes) if x is not None]
         given = [*map(a_type, others), *[f"prompt={prompt!r}"] * (prompt != 0)]
         refuse(*[f"got {some} with a comparison; expected only `state`" for some in given[:1]])
         return comparison_circuit(graph, state)

@@ -354,8 +354,25 @@ def test_refused():
     def late(x, hook):
         model.blocks[1].mlp.hook_neuron_act.add_hook(lambda z, hook: z * 0)
 
-    with pytest.raises(UnsupportedCallError, match="while its MLP was running"):
-        model.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.mlp.gate.hook_out", late)])
+    silenced = [("blocks.1.mlp.hook_neuron_act", lambda z, hook: z * 0)]
+    expected = model.run_with_hooks(tokens(), fwd_hooks=silenced)
+    got = model.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.mlp.gate.hook_out", late)])
+    model.reset_hooks()
+    assert torch.equal(got, expected)  # a hook may be added while the MLP is running
+    assert not torch.equal(model(tokens()), expected)
+
+
+def test_only_neurons_of_the_model_have_a_place():
+    model = expose_neuron_heads(boot("qwen3", mlp_only_layers=[0])).model
+    assert HeadName.parse("L1E3N2").place(model) == 3 * SIZE + 2
+    assert HeadName.at(model, 1, "neuron", 3 * SIZE + 2) == HeadName.parse("L1E3N2")
+    assert HeadName.parse("L0N3").place(model) == 3
+    for name in (f"L1E3N{SIZE}", f"L1E{N}N0", "L1N3", "L0E1N3"):
+        with pytest.raises(InputError, match=f"got '{name}'"):
+            HeadName.parse(name).place(model)
+    for place in (-1, N * SIZE):
+        with pytest.raises(InputError, match=f"got place {place}; layer 1 has {N * SIZE} heads"):
+            HeadName.at(model, 1, "neuron", place)
 
 
 @torch.no_grad()

@@ -130,6 +130,42 @@ def test_estimates_of_the_last_layer(method):
     assert routers["score"].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2"])
+def test_gradients_of_routers_equal_small_changes_of_routing_weights(name):
+    """Also where tokens visit other experts, whose weights change from 0."""
+    model, estimate = made(name), p.Estimate("gradient", budget=0)
+    sweep = p.attribution(model, CONTRAST, sites="routers", method=estimate)
+    _, clean = model.run_with_cache(CLEAN)
+    before, small_step = metric(model(CORRUPTED)), 1e-3
+    other = 0
+    for row in sweep.frame.itertuples():
+        hook = f"blocks.{row.layer}.mlp.hook_router"
+
+        def step(r, hook, position=row.position):
+            r = r.clone()
+            r[:, position] += small_step * (clean[hook.name][:, position] - r[:, position])
+            return r
+
+        _, corrupted = model.run_with_cache(CORRUPTED)
+        visits = [x[hook][0, row.position] != 0 for x in (clean, corrupted)]
+        other += not torch.equal(*visits)
+        after = metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[(hook, step)]))
+        effect = row.value - sweep.corrupted_value
+        assert effect == pytest.approx((after - before) / small_step, rel=0.05, abs=2e-3)
+    assert other > 2
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3", {"mlp_only_layers": [0]}), ("glm4", {})])
+def test_a_mixture_with_a_dense_layer_has_graphs(name, options):
+    options = options or {"first_k_dense_replace": 1}
+    model = exposed(name, torch.float32, **options)
+    graph = circuits.attribution_graph(model, CONTRAST, top=40)
+    assert graph.inflow()["metric"] == pytest.approx(graph.value, rel=1e-4)
+    names = set(graph.heads["name"])
+    assert any(x.startswith("L0N") for x in names)
+    assert any(x.startswith("L1E") for x in names)
+
+
 def test_neurons_of_shared_experts_come_last():
     model = made("qwen2")
     names = ["L1N3", "L1E4N2", "L1E0N5"]
@@ -208,6 +244,7 @@ def test_statistics(wordy):
             r = cache[f"blocks.{layer}.mlp.hook_router"][0, :, 0, index // 12]
             for row in rows.itertuples():
                 assert torch.equal(torch.tensor(row.gates) != 0, r != 0)
+                assert r[row.position] != 0, "an example visits the expert"
                 assert row.value == pytest.approx(z[row.position].item(), abs=1e-6)
     assert set(frame["name"]) == set(names)
     assert (np.concatenate(frame["gates"].to_list()) == 0).any(), "the control"
@@ -286,6 +323,8 @@ def test_refused(wordy, tmp_path):
         with pytest.raises(InputError, match="expected part='pattern', which has the same"):
             p.activation_patch(model, CONTRAST, sites=sites, part="q")
     assert len(p.activation_patch(model, CONTRAST, sites="heads", part="q").frame)
+    with pytest.raises(InputError, match="got routers as senders, which write nothing"):
+        p.path_patch(model, CONTRAST, p.Edges(["L0R"], ["L1H1"]))
     graph = circuits.attribution_graph(model, CONTRAST, top=60)
     with pytest.raises(InputError, match="a neuron of an expert, for which this format"):
         graph.save(tmp_path / "graph.json", format="neuronpedia")

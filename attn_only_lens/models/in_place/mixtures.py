@@ -212,9 +212,12 @@ class MixtureHeads(InPlace):
             routing = _Routing.of([*args, *kwargs.values()])
             self.passing.values[self.layer, "routing"] = routing
 
+        stacked: nn.Module = self.parts.stacked
         with self.passing.new_pass(values), ExitStack() as stack:
+            # Always look: another thread may add hooks to the heads before `write` runs.
+            hook = of_this_thread(look)
+            stack.enter_context(stacked.register_forward_pre_hook(hook, with_kwargs=True))
             if self._is_live:
-                stacked: nn.Module = self.parts.stacked
                 message = (
                     f"layer {self.layer}: its experts no longer compute {self.act_fn} of their "
                     "pre-activations, but its neuron-heads still would; call undo() and "
@@ -222,8 +225,6 @@ class MixtureHeads(InPlace):
                 )
                 error = _activation_error(self.parts, self.activation)
                 self.passing.require_small(error, message)
-                hook = of_this_thread(look)
-                stack.enter_context(stacked.register_forward_pre_hook(hook, with_kwargs=True))
             yield
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation]:
@@ -279,9 +280,12 @@ class MixtureHeads(InPlace):
     ) -> Bool[Tensor, "batch pos expert"]:
         """Return the experts to compute for each token: with two runs, those of either run.
 
-        Without a rule for gates, they include the experts that it visits before an edit.
+        Without a rule for gates, they include the experts that it visits before an edit. Gradients
+        with respect to routing weights need all experts, because a weight of 0 may change.
         """
         if not self.passing.both_runs:
+            if torch.is_grad_enabled() and is_live(self.hook_router):
+                return torch.ones_like(visits)
             return visits if self.passing.gate_rule else visits | before
         return visits.unflatten(0, (2, -1)).any(0).repeat(2, 1, 1)
 
