@@ -50,6 +50,7 @@ from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
 _BYTES = 40  # bytes per edge: 8 each for source, target, kind, weight, and the weight in one prompt
+_ROUTERS = " (routers are nodes where tokens visit other experts)"
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -247,7 +248,7 @@ def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDA
     unknown = [site for site, number in zip(wanted, rows, strict=True) if number < 0]
     reasons = [
         f"got the site {site!r}; expected a head or neuron at one of the places {places}, such as "
-        f"'L0N0@{places[-1]}'"
+        f"'L0H0@{places[-1]}'" + _ROUTERS * ("R@" in site)
         for site in unknown[:5]
     ]
     InputError.raise_if(reasons, _PROBLEM)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _WHAT = "What is patched"
-_WORDS = ("neurons", "heads", "features", "all")
+_WORDS = ("neurons", "heads", "features", "routers", "all")
 
 
 @command(
@@ -53,7 +53,7 @@ def patch(
     ],
     sites: Annotated[
         str,
-        option("neurons, heads, features, all, or names: L5H3,L5N1234@13", _WHAT),
+        option("neurons, heads, features, routers, all, or names: L5H3,L5N1234@13", _WHAT),
     ] = "all",
     layers: Annotated[str | None, option("source layers: 8,9,10; default: all", _WHAT)] = None,
     part: Annotated[str, option("z, pattern, value, q or k", _WHAT)] = "z",

@@ -27,6 +27,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import WIDE_KINDS
 from attn_only_lens.heads.names import place_of
 
+_RUNS = "clean", "corrupted"
 _LONGEST = 12  # the maximum length of a token in a label, in characters
 _DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's effect
 _APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
@@ -158,8 +159,14 @@ def _describe(
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
             if head.kind == "neuron":
-                gates = [float(x[SELF]) for x in means(of_pattern, some, index, columns)]
+                patterns = means(of_pattern, some, index, columns)
+                gates = [float(x[SELF]) for x in patterns]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
+                runs_without = [
+                    name for name, x in zip(_RUNS, patterns, strict=True) if not x.any()
+                ]
+                if runs_without:  # in a mixture of experts
+                    reads += f"; expert not visited in the {' or the '.join(runs_without)} run"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{head} {label}".strip()
     return does, labels
 

@@ -202,9 +202,16 @@ class HeadName:
             n_heads = size if self.expert < n_experts else 0
         if not 0 <= self.index < n_heads:
             kinds = [self.kind] if counts.get(self.kind) and self.expert is None else counts
-            has = [f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds if counts[kind]]
+            shared = " of the shared experts" * (n_experts > 0)
+            has = [
+                "a router"
+                if kind == "router"
+                else f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" + shared * (kind == "neuron")
+                for kind in kinds
+                if counts[kind]
+            ]
             if n_experts and self.kind == "neuron":
-                has.append(f"neurons 0 to {size - 1} in each of the experts 0 to {n_experts - 1}")
+                has.append(f"neurons 0 to {size - 1} of each of the experts 0 to {n_experts - 1}")
             reason = f"got {str(self)!r}; layer {self.layer} has {' and '.join(has)}"
             raise InputError([reason], NO_HEAD)
 
@@ -237,7 +244,8 @@ def unreadable_name(text: object, transcoders: bool = False) -> str:
     )
     return (
         f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or 'L5N1234' (neuron "
-        f"1234 of source layer 5){others * transcoders}"
+        f"1234 of source layer 5){others * transcoders}; in a mixture of experts, 'L5E3N1234' is a "
+        "neuron of expert 3, and 'L5R' the router"
     )
 
 
