@@ -419,6 +419,9 @@ NEURONS = {
         )
         == 2
     ),
+    "expert_visits": lambda kit: len(
+        neurons.expert_visits(kit.exposed, neurons.Corpus([TEXT, OTHER]))
+    ),
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
 TRANSCODERS = {

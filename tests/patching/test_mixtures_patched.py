@@ -6,13 +6,14 @@ In the prompts, tokens visit other experts in the clean and in the corrupted run
 from functools import cache
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from common import D_VOCAB, changed, tokens
-from mixtures import Oracle, exposed
+from mixtures import N, Oracle, exposed
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Contrast, circuits, load, neurons, save, viz
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, neurons, save, viz
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 
@@ -248,6 +249,48 @@ def test_statistics(wordy):
                 assert row.value == pytest.approx(z[row.position].item(), abs=1e-6)
     assert set(frame["name"]) == set(names)
     assert (np.concatenate(frame["gates"].to_list()) == 0).any(), "the control"
+
+
+def test_visits_of_experts(wordy):
+    """Against loops over texts, tokens and experts."""
+    frame = neurons.expert_visits(wordy, neurons.Corpus(TEXTS), k=2)
+    assert list(zip(frame["layer"], frame["expert"], strict=True)) == [
+        (layer, expert) for layer in range(2) for expert in range(N)
+    ]
+    words = [word for text in TEXTS for word in text.split()]
+    for row in frame.itertuples():
+        weights = dict.fromkeys(words, ())
+        for text in TEXTS:
+            ids = torch.tensor([[int(word[1:]) + 4 for word in text.split()]])
+            r = wordy.run_with_cache(ids)[1][f"blocks.{row.layer}.mlp.hook_router"][0, :, 0]
+            for word, x in zip(text.split(), r[:, row.expert].tolist(), strict=True):
+                weights[word] += (x,)
+        visits = [x for some in weights.values() for x in some if x]
+        assert row.visits == pytest.approx(len(visits) / len(words))
+        assert row.weight == pytest.approx(np.mean(visits)) if visits else np.isnan(row.weight)
+        excess = {
+            word: n * np.log(n / (len(some) * row.visits))
+            for word, some in weights.items()
+            if (n := sum(x != 0 for x in some))
+        }
+        listed = [token.strip() for token in row.tokens]
+        expected = sorted(excess.values(), reverse=True)[:2]
+        assert [excess[word] for word in listed] == pytest.approx(expected)
+        for word, share in zip(listed, row.shares, strict=True):
+            assert share == pytest.approx(np.mean([x != 0 for x in weights[word]]))
+    assert frame.groupby("layer")["visits"].sum().to_list() == pytest.approx([3.0, 3.0])
+    one = neurons.expert_visits(wordy, neurons.Corpus(TEXTS), k=2, work=Work(batch_size=1))
+    pd.testing.assert_frame_equal(one, frame)
+
+
+def test_visits_are_refused_without_experts_or_texts(wordy):
+    dense = expose_neuron_heads(load("modular-addition")).model
+    with pytest.raises(InputError, match="no layer is a mixture of experts"):
+        neurons.expert_visits(dense, neurons.Corpus([[3, 4, 113]]))
+    with pytest.raises(InputError, match=r"(?s)got k=0.*got a list; expected a corpus"):
+        neurons.expert_visits(wordy, TEXTS, k=0)
+    with pytest.raises(InputError, match="no tokens except BOS"):
+        neurons.expert_visits(wordy, neurons.Corpus([]))
 
 
 def test_pages(wordy):
