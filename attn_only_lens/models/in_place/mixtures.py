@@ -284,9 +284,11 @@ class MixtureHeads(InPlace):
         with respect to routing weights need all experts, because a weight of 0 may change.
         """
         if not self.passing.both_runs:
+            if self.passing.gate_rule:
+                return visits
             if torch.is_grad_enabled() and is_live(self.hook_router):
                 return torch.ones_like(visits)
-            return visits if self.passing.gate_rule else visits | before
+            return visits | before
         return visits.unflatten(0, (2, -1)).any(0).repeat(2, 1, 1)
 
     def weights_and_values(
