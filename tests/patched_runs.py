@@ -194,3 +194,16 @@ def slope(model, tokens, hook_name, index, change, step=1e-4):
         difference(moved(model, tokens, hook_name, index, sign * step * change)) for sign in (1, -1)
     ]
     return (values[0] - values[1]) / (2 * step)
+
+
+@torch.no_grad()
+def faithfulness_by_hooks(model, sites, clean, corrupted, answers):
+    """The faithfulness of a circuit for a logit difference; all other nodes are held by hooks."""
+    outputs = node_outputs(model.run_with_cache(corrupted)[1], len(model.blocks))
+    held = (others_held(some, outputs) for some in (sites, []))
+    runs = [model.run_with_hooks(clean, fwd_hooks=hooks) for hooks in held]
+    correct, wrong = answers
+    value, none, whole = (
+        (x[:, -1, correct] - x[:, -1, wrong]).mean().item() for x in (*runs, model(clean))
+    )
+    return (value - none) / (whole - none)

@@ -50,11 +50,9 @@ _ROUNDS = 8  # rounds that lower the error of a circuit that does not suffice
 _STEPS = 0, 1, 2, 4, 8, 16  # how many sites such a round adds and removes, for small circuits
 # A round tries these sizes, relative to a circuit's. One pass runs them all, and costs little more
 # than a pass for one of them.
-_MUCH_LESS, _MORE_THAN = (
-    (0.25, 0.35, 0.45, 0.55, 0.65),
-    (1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.65, 2.0),
-)
-_LITTLE_LESS = (0.7, 0.75, 0.8, 0.84, 0.87, 0.9, 0.92, 0.94, 0.96, 0.97, 0.98, 0.99, 1.0)
+_MUCH_LESS = 0.25, 0.35, 0.45, 0.55, 0.65
+_LITTLE_LESS = 0.7, 0.75, 0.8, 0.84, 0.87, 0.9, 0.92, 0.94, 0.96, 0.97, 0.98, 0.99, 1.0
+_MORE_THAN = 1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.65, 2.0
 _RELATIVE = np.array([*_MUCH_LESS, *_LITTLE_LESS, *_MORE_THAN])
 _ALL_SIZES, _LEAST, _MORE = 23, 16, 8  # near smaller circuits, every size is tried, up to these
 _SHORT = 512  # longer prefixes are tried only if no other circuit suffices

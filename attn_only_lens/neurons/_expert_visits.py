@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import POSITIVE, a_type
+from attn_only_lens.arguments import POSITIVE
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -18,7 +18,7 @@ from attn_only_lens.engine.recording import run
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of, reasons_without_heads
-from attn_only_lens.neurons.corpus import Corpus, batches, corpus_rows, n_texts
+from attn_only_lens.neurons.corpus import Corpus, batches, context_of, corpus_rows, n_texts
 from attn_only_lens.precision import full_precision
 from attn_only_lens.work import Work, work_reasons
 
@@ -61,11 +61,8 @@ def expert_visits(model: Any, corpus: Corpus, *, k: int = 5, work: Work = Work()
         n_experts = [host.experts(layer, "neuron")[0] for layer in range(host.n_layers)]
         layers = {layer: n for layer, n in enumerate(n_experts) if n}
         reasons += ["no layer is a mixture of experts"] * (not layers)
-    if isinstance(corpus, Corpus):
-        with InputError.collected(reasons):
-            context = corpus.context_of(model)
-    else:
-        reasons.append(f"got {a_type(corpus)}; expected a corpus: neurons.Corpus(texts)")
+    with InputError.collected(reasons):
+        context = context_of(model, corpus)
     InputError.raise_if(reasons, _PROBLEM)
 
     names = {host.hook_name(layer, "router", "z"): layer for layer in layers}

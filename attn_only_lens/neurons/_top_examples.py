@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import POSITIVE, a_type, one_of
+from attn_only_lens.arguments import POSITIVE, one_of
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
@@ -31,7 +31,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
-from attn_only_lens.neurons.corpus import Corpus, batches, corpus_rows, n_texts
+from attn_only_lens.neurons.corpus import Corpus, batches, context_of, corpus_rows, n_texts
 from attn_only_lens.neurons.statistics import CorpusStatistics
 from attn_only_lens.neurons.summary import Options, Resumed, Summary
 from attn_only_lens.precision import full_precision
@@ -167,11 +167,8 @@ def _look_up(
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")
     if metric is not None:
         reasons += one_run_reasons(metric) + no_gradient_reasons()
-    if isinstance(corpus, Corpus):
-        with InputError.collected(reasons):
-            context = corpus.context_of(model)
-    else:
-        reasons.append(f"got {a_type(corpus)}; expected a corpus: neurons.Corpus(texts)")
+    with InputError.collected(reasons):
+        context = context_of(model, corpus)
     InputError.raise_if(reasons, _PROBLEM)
     # Plan
     metric = None if metric is None else as_metric(metric)

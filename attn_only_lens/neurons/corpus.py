@@ -85,6 +85,13 @@ class Corpus:
         return self.context
 
 
+def context_of(model: Any, corpus: object) -> int:
+    """Return `corpus.context_of(model)`; raise InputError also if this is no corpus."""
+    if isinstance(corpus, Corpus):
+        return corpus.context_of(model)
+    raise InputError([f"got {a_type(corpus)}; expected a corpus: neurons.Corpus(texts)"], _PROBLEM)
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """A piece of a text that is short enough for one forward pass.

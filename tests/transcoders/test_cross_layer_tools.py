@@ -18,7 +18,7 @@ from drawn_transcoders import (
     imitated,
     three_layers,
 )
-from patched_runs import node_outputs, others_held
+from patched_runs import faithfulness_by_hooks
 
 from attn_only_lens import Contrast, HeadName, circuits
 from attn_only_lens import patching as p
@@ -306,17 +306,9 @@ def test_discover_and_faithfulness(case):
             method="secant",
             search=circuits.Search(n_random=1),
         )
-        with torch.no_grad():
-            outputs = node_outputs(model.run_with_cache(CORRUPTED)[1], len(model.blocks))
-            value, none = (
-                model.run_with_hooks(CLEAN, fwd_hooks=others_held(sites, outputs))[:, -1]
-                for sites in (circuit.sites, [])
-            )
-            logits = model(CLEAN)[:, -1]
-        value, none, whole = (
-            (x[:, CORRECT] - x[:, WRONG]).mean().item() for x in (value, none, logits)
+        expected = faithfulness_by_hooks(
+            model, circuit.sites, CLEAN, CORRUPTED, answers=(CORRECT, WRONG)
         )
-    expected = (value - none) / (whole - none)
     assert circuit.faithfulness == pytest.approx(expected, abs=max(1e-8, 10 * case.rounding))
     assert circuit.faithfulness >= 0.8
 
