@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import Allowed, a_type, is_number
 from attn_only_lens.circuits.ablated_model import AblatedModel, Ablation
-from attn_only_lens.circuits.ablated_points import Rows
+from attn_only_lens.circuits.ablated_points import AblatedPoints, Rows
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places
 from attn_only_lens.circuits.own_run import graph_runs, reasons_of_another_run
@@ -357,7 +357,7 @@ class _GroupedModel(AblatedModel):
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
         """Return z minus corrupted z at each hook point, with all sites except `kept` ablated."""
         z = dict[str, Tensor]()
-        self._run(self._hooks(self._kept([kept]), z))
+        self._run(self._points.hooks([kept], self._first, z))
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
@@ -395,8 +395,7 @@ class _GroupedModel(AblatedModel):
                 share = t[:, None, None].to(whole[name]) * place[..., None]
                 new[name][:, self._first :, head] += share * whole[name][:, :, head]
         alone = np.setdiff1d(circuit, np.concatenate(groups)) if groups else circuit
-        points = [replace(point, replacement=new[point.name]) for point in self._points]
-        kept = self._kept([alone])
-        values = self._run([point.hook(kept, self._first, None) for point in points])
+        points = (replace(point, replacement=new[point.name]) for point in self._points)
+        values = self._run(AblatedPoints(points).hooks([alone], self._first))
         mean = float(self._mean(values.cpu().double().numpy())[0])
         return (mean - self.nothing) / self.span

@@ -23,6 +23,7 @@ first order, g · (z - ablated z) to the error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -33,7 +34,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points, digest
+from attn_only_lens.circuits.ablated_points import (
+    Floats,
+    Rows,
+    ablated_points,
+    digest,
+)
+from attn_only_lens.circuits.kept_heads import KeptHeads
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -46,7 +53,7 @@ from attn_only_lens.engine.positions import (
     resolve_positions,
 )
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
+from attn_only_lens.engine.recording import NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import sites_of_rows
 from attn_only_lens.errors import InputError
@@ -64,6 +71,8 @@ Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 # ablations whose values for a prompt do not depend on other prompts
 _BY_PROMPT = ("zero", "resample")
+# How many circuits are run by their heads alone, and how small they are, relative to all sites.
+_SEVERAL, _SMALL = 4, 8
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
 
@@ -215,11 +224,11 @@ class AblatedModel:
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
     ) -> tuple[float, Float[np.ndarray, "site"]]:
         """Return a circuit's loss, and each site's first-order contribution to the loss."""
-        kept, computed = self._kept([circuit]), dict[str, Tensor]()
+        computed = dict[str, Tensor]()
         tape = Tape(point.name for point in self._points)
         with torch.enable_grad():
             stream = self._replay.recorded_stream(0, self._first, 1).requires_grad_()
-            hooks = [*self._hooks(kept, computed), *tape.hooks]
+            hooks = [*self._points.hooks([circuit], self._first, computed), *tape.hooks]
             logits = self._replay.logits(Variants(0, self._first, stream, hooks))
             (values,) = self._replay.metric.of_prompts(logits[None])
             value = loss(values)
@@ -261,24 +270,24 @@ class AblatedModel:
         n_prompts = len(self.whole_by_prompt)
         values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
+        several = len(circuits) >= _SEVERAL or "_kept_heads" in vars(self)
+        small = several and max(map(len, circuits)) * _SMALL <= self.n_sites
+
         def run(chosen: Tensor) -> Tensor:
-            hooks = self._hooks(self._kept([circuits[i] for i in chosen.tolist()]))
+            some = [circuits[i] for i in chosen.tolist()]
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            return self._replay.values(Variants(0, self._first, stream, hooks))
+            with self._kept_heads.used(some) if small else nullcontext() as hooks:
+                hooks = hooks if small else self._points.hooks(some, self._first)
+                return self._replay.values(Variants(0, self._first, stream, hooks))
 
         every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
         self._batching.fill(values, every, per_variant, run)
         return values.numpy()
 
-    def _kept(self, circuits: Sequence[Rows]) -> Flags:
-        kept = np.zeros((len(circuits), self.n_sites), dtype=bool)
-        for row, circuit in enumerate(circuits):
-            kept[row, circuit] = True
-        return kept
-
-    def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
-        return [point.hook(kept, self._first, computed) for point in self._points]
+    @cached_property
+    def _kept_heads(self) -> KeptHeads:
+        return KeptHeads(self._replay, self._points, self._first)
 
 
 def ablated_run(

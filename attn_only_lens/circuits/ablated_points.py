@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
@@ -13,14 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.engine.positions import PositionSet
-from attn_only_lens.engine.recording import Recording
+from attn_only_lens.engine.recording import Hooks, Recording
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 Floats: TypeAlias = npt.NDArray[np.float64]
-Flags: TypeAlias = npt.NDArray[np.bool_]
 _NO_PROMPTS: Rows = np.empty(0, dtype=np.int64)
 
 
@@ -33,6 +33,21 @@ def digest(circuits: Sequence[Rows], prompts: Rows = _NO_PROMPTS) -> str:
 
 
 @dataclass(frozen=True, eq=False)
+class KeptSites:
+    """The sites that circuits keep at one hook point, as pairs of a circuit and a site.
+
+    Attributes:
+        n_circuits: the number of circuits.
+        circuit: the number of the circuit, for each pair.
+        site: the number of the site among the sites of the hook point, for each pair.
+    """
+
+    n_circuits: int
+    circuit: Rows
+    site: Rows
+
+
+@dataclass(frozen=True, eq=False)
 class AblatedPoint:
     """The sites at one hook point, and the values that replace the z of ablated sites.
 
@@ -42,6 +57,8 @@ class AblatedPoint:
     """
 
     name: str
+    layer: int
+    kind: HeadKind
     replacement: Float[Tensor, "batch pos head_index d_head"]
     rows: Rows  # each site's row in the frame of all sites
     index: Rows
@@ -49,7 +66,7 @@ class AblatedPoint:
     place_of: Int[np.ndarray, "row pos"]
 
     def hook(
-        self, kept: Flags, first: int, computed: dict[str, Tensor] | None
+        self, kept: KeptSites, first: int, computed: dict[str, Tensor] | None = None
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
@@ -67,31 +84,78 @@ class AblatedPoint:
 
         return self.name, hook
 
-    def ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
-        """Return which heads are outside each circuit, at the tokens from position `first` on."""
-        gone = np.zeros((len(kept), *self._shape), dtype=bool)
-        gone[:, self.place, self.index] = ~kept[:, self.rows]
-        gone = np.ascontiguousarray(gone[:, self.place_of[:, first:]])  # models read z as views
-        return torch.from_numpy(gone).unsqueeze(-1)
+    def ablated(
+        self, kept: KeptSites, first: int, heads: Rows | None = None
+    ) -> Bool[Tensor, "circuit row pos head_index 1"]:
+        """Return which heads are outside each circuit, at the tokens from position `first` on.
+
+        If `heads` is a sorted array, it lists the heads to return; they contain all kept heads.
+        """
+        index, is_site = self.index[kept.site], self._is_site
+        if heads is not None:
+            index, is_site = np.searchsorted(heads, index), is_site[:, heads]
+        # The device gets the indices of kept sites, because masks for all circuits are large.
+        device = self.replacement.device
+        at = torch.from_numpy(np.stack([kept.circuit, self.place[kept.site], index])).to(device)
+        gone = torch.from_numpy(is_site).to(device).repeat(kept.n_circuits, 1, 1)
+        gone[tuple(at)] = False
+        place_of = torch.from_numpy(self.place_of[:, first:]).to(device)
+        return gone[:, place_of].contiguous().unsqueeze(-1)  # models read z as views
+
+    def covers_all(self, first: int) -> bool:
+        """Return whether every head is a site at every token from position `first` on."""
+        return bool(self._is_site[self.place_of[:, first:]].all())
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> Floats:
         """Sum `by_head`, which starts at position `first`, over each site's tokens."""
-        by_place = np.zeros(self._shape)
+        by_place = np.zeros(self._is_site.shape)
         np.add.at(by_place, self.place_of[:, first:], by_head)
         return by_place[self.place, self.index]
 
-    @property
-    def _shape(self) -> tuple[int, int]:
-        """The number of places (and one for tokens without a place), and the number of nodes."""
-        n_places = max(self.place.max(), self.place_of.max()) + 2
-        return int(n_places), self.replacement.shape[2]
+    @cached_property
+    def _is_site(self) -> npt.NDArray[np.bool_]:
+        """Which heads are sites, [place, head]; the last row is for tokens without a place."""
+        n_places = int(max(self.place.max(), self.place_of.max())) + 2
+        is_site = np.zeros((n_places, self.replacement.shape[2]), dtype=bool)
+        is_site[self.place, self.index] = True
+        return is_site
+
+
+class AblatedPoints(tuple[AblatedPoint, ...]):
+    """All hook points with sites."""
+
+    @cached_property
+    def _owners(self) -> tuple[Rows, Rows]:
+        """The number of the hook point of each row, and the number of its site there."""
+        n = sum(len(point.rows) for point in self)
+        owner, site = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+        for number, point in enumerate(self):
+            owner[point.rows], site[point.rows] = number, np.arange(len(point.rows))
+        return owner, site
+
+    def kept(self, circuits: Sequence[Rows]) -> list[KeptSites]:
+        """Return what circuits (rows of the frame of all sites) keep at each hook point."""
+        owner, site = self._owners
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *circuits])
+        circuit = np.repeat(np.arange(len(circuits)), [len(some) for some in circuits])
+        order = np.argsort(owner[rows], kind="stable")
+        ends = np.searchsorted(owner[rows][order], np.arange(1, len(self)))
+        parts = np.split(order, ends)
+        return [KeptSites(len(circuits), circuit[part], site[rows[part]]) for part in parts]
+
+    def hooks(
+        self, circuits: Sequence[Rows], first: int, computed: dict[str, Tensor] | None = None
+    ) -> Hooks:
+        """Return hooks that ablate the sites outside each circuit (`AblatedPoint.hook`)."""
+        points = zip(self, self.kept(circuits), strict=True)
+        return [point.hook(kept, first, computed) for point, kept in points]
 
 
 def ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
-) -> list[AblatedPoint]:
+) -> AblatedPoints:
     """Return the sites by hook point; ablated sites take their z from the run `source`."""
-    points = []
+    points = list[AblatedPoint]()
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
         name = host_of(model).hook_name(layer, kind, "z")
@@ -110,5 +174,5 @@ def ablated_points(
             place_of = np.arange(replacement.shape[1])[None]
         index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
         columns = rows.index.to_numpy(), index, places, place_of
-        points.append(AblatedPoint(name, replacement, *columns))
-    return points
+        points.append(AblatedPoint(name, layer, kind, replacement, *columns))
+    return AblatedPoints(points)

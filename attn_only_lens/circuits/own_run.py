@@ -47,13 +47,13 @@ def held_outside(model: Any, pair: PromptPair, circuit: Circuit) -> dict[str, He
     clean, corrupted = run_both(model, pair).recordings()
     roles = checked_places(pair, sites)
     source = ablated_run(clean, corrupted, circuit.ablation, pair, roles)
-    kept = np.isin(np.arange(len(sites)), rows)[None]
+    points = ablated_points(model, source, sites, roles)
     return {
         point.name: Held(
             point.ablated(kept, 0)[0],
             None if circuit.ablation == "resample" else point.replacement,
         )
-        for point in ablated_points(model, source, sites, roles)
+        for point, kept in zip(points, points.kept([rows]), strict=True)
     }
 
 

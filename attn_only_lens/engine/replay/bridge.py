@@ -33,9 +33,8 @@ from attn_only_lens.engine.replay.base import (
     Variants,
     suppress_refusals,
 )
-from attn_only_lens.engine.replay.faster import at_columns
+from attn_only_lens.engine.replay.faster import at_columns, replaced_forward
 from attn_only_lens.engine.replay.key_values import record_key_values
-from attn_only_lens.errors import UnsupportedCallError
 
 _FINE = (torch.float32, torch.float64)
 
@@ -176,7 +175,7 @@ class BridgeReplay(Replay):
         with ExitStack() as stack:
             for index, block in enumerate(self.model.blocks):
                 if index < joined.block:
-                    stack.enter_context(_replace_forward(block, partial(pass_on, index)))
+                    stack.enter_context(replaced_forward(block, partial(pass_on, index)))
                 elif index == joined.block or len(joined.members) > 1:
                     hook = partial(enter, index)
                     stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
@@ -196,7 +195,7 @@ class BridgeReplay(Replay):
         def unembed(x: Tensor) -> Tensor:
             return functional.linear(x.to(weight.device), weight, bias)
 
-        with _replace_forward(linear, unembed):
+        with replaced_forward(linear, unembed):
             yield
 
     @contextmanager
@@ -217,25 +216,3 @@ class BridgeReplay(Replay):
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:
     """Return the first n rows of a tensor with n_rows rows; return other values unchanged."""
     return x[:n] if isinstance(x, Tensor) and x.ndim > 1 and len(x) == n_rows else x
-
-
-class _Replacement(partial[Any]):
-    """A function that replaces the forward pass of a module."""
-
-
-@contextmanager
-def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Context manager that replaces the forward pass of a module with `forward`."""
-    instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
-    if isinstance(instance_forward, _Replacement):
-        raise UnsupportedCallError(
-            "another thread is patching this model: let it finish first, or patch a copy"
-        )
-    vars(module)["forward"] = _Replacement(forward)
-    try:
-        yield
-    finally:
-        if instance_forward is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = instance_forward

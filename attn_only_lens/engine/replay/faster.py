@@ -18,6 +18,8 @@ from torch.nn import functional
 from transformer_lens.utilities.activation_functions import gelu_fast, gelu_new
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
+from attn_only_lens.errors import UnsupportedCallError
+
 _FUSED = partial(functional.gelu, approximate="tanh")
 _SLOW_MODULES = NewGELUActivation, FastGELUActivation
 _SLOW_FUNCTIONS = gelu_new, gelu_fast
@@ -90,3 +92,25 @@ def at_columns(x: Tensor, columns: Tensor) -> Tensor:
     """Return one token of each row, [row, 1, …]; all variants of a prompt use the same column."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)
+
+
+class _Replacement(partial[Any]):
+    """A function that replaces the forward pass of a module."""
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Context manager that replaces the forward pass of a module with `forward`."""
+    instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
+    if isinstance(instance_forward, _Replacement):
+        raise UnsupportedCallError(
+            "another thread is patching this model: let it finish first, or patch a copy"
+        )
+    vars(module)["forward"] = _Replacement(forward)
+    try:
+        yield
+    finally:
+        if instance_forward is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = instance_forward

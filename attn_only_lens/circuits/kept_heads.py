@@ -1,0 +1,196 @@
+"""Run small circuits fast: compute only the heads that the circuits keep.
+
+Suppose that every head of a sublayer is a site at every position. If all of them are ablated, the
+sublayer writes a constant C, whatever it reads. If circuits keep neurons K of an MLP, it writes
+
+    C + Σ_{i ∈ K} (z_i(x) - ablated z_i) W_out[i]        q_i(x) = q_i(x0) + (x - x0) W[:, i]
+
+where x0 is the MLP's input when all sites are ablated. So the matrices' other columns are not used.
+Attention runs as usual if any circuit keeps one of its heads, and is skipped otherwise. Sublayers
+with other sites, and those of which a large part is kept, run as usual, with hooks at z. Before the
+first use, two circuits must have the same logits as with hooks alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attn_only_lens.axes import Residual
+from attn_only_lens.circuits.ablated_points import AblatedPoint, AblatedPoints, KeptSites, Rows
+from attn_only_lens.engine.recording import Hooks
+from attn_only_lens.engine.replay import Replay, Variants
+from attn_only_lens.engine.replay.base import suppress_refusals
+from attn_only_lens.engine.replay.faster import replaced_forward
+from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.precision import full_precision
+
+_FINE = torch.float32, torch.float64
+_FEW = 4  # if more than a fourth of an MLP's neurons are kept, all neurons are computed
+_TESTED = 5  # the number of heads of each sublayer in a test
+
+
+@dataclass(frozen=True, eq=False)
+class _Sublayer:
+    """A sublayer whose output is constant if all of its heads are ablated.
+
+    Attributes:
+        heads: the neuron-heads; None for attention.
+        entered: the input if all sites of the model are ablated.
+        returned: what the module returns then.
+    """
+
+    point: AblatedPoint
+    first: int
+    module: nn.Module
+    heads: Any
+    entered: Residual
+    returned: Any
+
+    def runs(self, kept: KeptSites) -> bool:
+        """Return whether the module itself must run."""
+        if self.heads is None:
+            return len(kept.site) > 0
+        return len(self._kept_heads(kept)) * _FEW > self.point.replacement.shape[2]
+
+    def _kept_heads(self, kept: KeptSites) -> Rows:
+        return np.unique(self.point.index[kept.site])
+
+    def forward(self, kept: KeptSites) -> Callable[..., Any]:
+        """Return a function that computes the module's output from its input."""
+        if self.heads is None or not len(kept.site):
+            return partial(self._constant, kept.n_circuits)
+        kept_heads = self._kept_heads(kept)
+        index = torch.from_numpy(kept_heads).to(self.entered.device)
+        gone = self.point.ablated(kept, self.first, kept_heads).squeeze(-1).to(index.device)
+        before = [x[..., index] for x in self._projections if x is not None]
+        ablated = self.point.replacement[:, self.first :, index, 0].to(index.device)
+        matrices = [matrix[:, index] for matrix in self.heads.read_matrices]
+        W_out = self.heads.decoders[0][index]
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            x = _input(args, kwargs).unflatten(0, (kept.n_circuits, -1))
+            pairs = zip(before, matrices, strict=True)
+            q, *up = (at_start + (x - self.entered) @ matrix for at_start, matrix in pairs)
+            weight, v = self.heads.weights_and_values(q, up[0] if up else None, index)
+            change = torch.where(gone, 0.0, weight * v - ablated)
+            return (self.returned + change @ W_out).flatten(0, 1)
+
+        return forward
+
+    @cached_property
+    def _projections(self) -> tuple[Tensor, Tensor | None]:
+        q, up = self.heads.projections(self.entered)
+        return q, up
+
+    def _constant(self, n_circuits: int, *args: Any, **kwargs: Any) -> Any:
+        def repeated(x: Tensor) -> Tensor:
+            return x.repeat(n_circuits, *(1,) * (x.ndim - 1))
+
+        if isinstance(self.returned, Tensor):
+            return repeated(self.returned)
+        return repeated(self.returned[0]), *(None,) * (len(self.returned) - 1)
+
+
+class KeptHeads:
+    """The sublayers of an ablated model of which only kept heads need to run.
+
+    Attributes:
+        sublayers: these sublayers, by the hook name of z; empty if a test failed.
+    """
+
+    def __init__(self, replay: Replay, points: AblatedPoints, first: int) -> None:
+        """Run the model once with all sites ablated, and test the faster runs of circuits."""
+        self._replay, self._points, self._first = replay, points, first
+        self.sublayers = dict[str, _Sublayer]()
+        fits = False
+        with torch.no_grad(), full_precision(), suppress_refusals():
+            if replay.recording.streams[0].dtype in _FINE:
+                self.sublayers = self._recorded()
+                fits = self._passes()
+        if not fits:
+            self.sublayers = {}
+
+    def _recorded(self) -> dict[str, _Sublayer]:
+        host = host_of(self._replay.model)
+        modules = dict[nn.Module, tuple[AblatedPoint, Any]]()
+        for point in self._points:
+            # The last layer may run on only the tokens that the metric reads.
+            if point.layer == host.n_layers - 1 or not point.covers_all(self._first):
+                continue
+            heads = host.neurons[point.layer]
+            each_alone = not heads.experts[0] and not isinstance(heads, BilinearHeads)
+            if point.kind == "attention":
+                modules[host.attention(point.layer)] = point, None
+            elif point.kind == "neuron" and each_alone:
+                modules[heads.module] = point, heads
+        sublayers = dict[str, _Sublayer]()
+
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            point, heads = modules[module]
+            entered = _input(args, kwargs)
+            sublayers[point.name] = _Sublayer(point, self._first, module, heads, entered, output)
+
+        with ExitStack() as stack:
+            for module in modules:
+                if "forward" not in vars(module):  # accelerate moves the module's weights
+                    handle = module.register_forward_hook(look, with_kwargs=True)
+                    stack.callback(handle.remove)
+            self._logits([np.empty(0, dtype=np.int64)], plain=True)
+        return sublayers
+
+    def _passes(self) -> bool:
+        """Return whether circuits have the same logits as with hooks alone."""
+        replay, test = self._replay, ("kept heads", self._first > 0, *self.sublayers)
+        if replay.tested.covers(test, replay.recording):
+            return True
+        circuits: tuple[list[Rows], list[Rows]] = [], []
+        for number, name in enumerate(self.sublayers):
+            point = self.sublayers[name].point
+            n_heads = point.replacement.shape[2]
+            n = max(1, min(_TESTED, n_heads // _FEW))
+            heads = np.linspace(0, n_heads - 1, n).round()
+            circuits[number % 2].append(point.rows[np.isin(point.index, heads)])
+        tested = [np.concatenate([np.empty(0, dtype=np.int64), *rows]) for rows in circuits]
+        expected = self._logits(tested, plain=True)
+        got = torch.cat([self._logits([rows]) for rows in tested])
+        run = replay.recording.logits
+        allowed = logit_tolerance(replay.host.neurons, run.dtype) * run.abs().max()
+        agrees = bool(((got - expected).abs() <= allowed).all())
+        if agrees:
+            replay.tested.add(test, replay.recording)
+        return agrees
+
+    def _logits(self, circuits: Sequence[Rows], plain: bool = False) -> Tensor:
+        replay = self._replay.precise
+        stream = replay.recorded_stream(0, self._first, len(circuits))
+        if plain:
+            hooks = self._points.hooks(circuits, self._first)
+            return replay.logits(Variants(0, self._first, stream, hooks))
+        with self.used(circuits) as hooks:
+            return replay.logits(Variants(0, self._first, stream, hooks))
+
+    @contextmanager
+    def used(self, circuits: Sequence[Rows]) -> Iterator[Hooks]:
+        """Context manager that computes only kept heads; yield the hooks of other sublayers."""
+        hooks = list[Any]()
+        with ExitStack() as stack:
+            for point, kept in zip(self._points, self._points.kept(circuits), strict=True):
+                sublayer = self.sublayers.get(point.name)
+                if sublayer is None or sublayer.runs(kept):
+                    hooks.append(point.hook(kept, self._first))
+                else:
+                    forward = sublayer.forward(kept)
+                    stack.enter_context(replaced_forward(sublayer.module, forward))
+            yield hooks
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
+    x: Residual = args[0] if args else next(iter(kwargs.values()))
+    return x

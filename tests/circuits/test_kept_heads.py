@@ -1,0 +1,150 @@
+"""Tests of fast runs of small circuits: the same metric as plain hooks, in all families."""
+
+import bridges
+import numpy as np
+import patched_runs as oracle
+import pytest
+import torch
+from common import needs_hooked_transformer, tokens
+
+from attn_only_lens import Contrast
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import kept_heads
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.engine.sites import Sites
+from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.patching.site_groups import site_groups, site_rows
+
+pytestmark = pytest.mark.numeric
+
+POS, CORRECT, WRONG = 5, 7, 11
+KINDS = [
+    *("gpt2", "neox", "gptj", "llama", "granite", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"),
+    *("native", "native_gated", "mistral"),
+    *(
+        pytest.param(f"converted {kind}", marks=needs_hooked_transformer)
+        for kind in ("gelu", "silu_gated", "grouped", "norms_before_and_after", "alibi")
+    ),
+]
+
+
+def ablated_model(model, positions="each", ablation="resample", sites="all"):
+    clean = tokens(0, batch=2, pos=POS)
+    corrupted = clean.clone()
+    corrupted[:, 1] = (clean[:, 1] + 7) % 41
+    metric = p.logit_diff(CORRECT, WRONG)
+    contrast = Contrast(clean, corrupted, metric)
+    pair = contrast.pair(model)
+    rows = site_rows(site_groups(model, pair, Sites(sites, positions), "z"))
+    return AblatedModel(model, pair, metric, rows, ablation=ablation), contrast
+
+
+def circuits_of(ablated, n=6, seed=0):
+    """Return random circuits through which the changed token 1 can reach the last token."""
+    generator, sites = np.random.default_rng(seed), ablated.sites
+    paths = ["L0N@1", "L0N@1", "L0H@4", "L1H@4", "L1N@4"]
+
+    def some(path):
+        beginning, position = path.split("@")
+        here = sites["position"].isin([int(position), "all"])
+        possible = np.flatnonzero(here & sites["name"].str.startswith(beginning))
+        return generator.permutation(possible)[:1]  # some kinds or positions have no sites
+
+    rows = [[some(path) for path in paths] for _ in range(n)]
+    return [np.unique(np.concatenate(some)) for some in rows]
+
+
+@torch.no_grad()
+def by_hooks(model, ablated, contrast, circuit):
+    """The metric of each prompt if plain hooks hold every site outside a circuit."""
+    outside = ablated.sites.drop(index=ablated.sites.index[circuit])
+    hooks = []
+    for _, rows in outside.groupby(["layer", "kind"], observed=True):
+        name = HeadName.parse(rows["name"].iloc[0]).hook("z", model)
+        held = oracle.seen(model, contrast.corrupted, name)
+        gone = torch.zeros(held.shape[:3], dtype=torch.bool)
+        for site in rows.itertuples():
+            gone[:, slice(None) if site.position == "all" else site.position, site.index] = True
+        hooks.append(
+            (name, lambda z, hook, at=gone[..., None], held=held: torch.where(at, held, z))
+        )
+    logits = model.run_with_hooks(contrast.clean, fwd_hooks=hooks)[:, -1]
+    return (logits[:, CORRECT] - logits[:, WRONG]).numpy()
+
+
+@pytest.mark.parametrize("positions", ["each", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_circuits_have_the_metric_that_plain_hooks_give(kind, positions):
+    model = bridges.with_heads(kind)
+    ablated, contrast = ablated_model(model, positions)
+    circuits = circuits_of(ablated)
+    got = ablated.by_prompt(circuits)
+    heads = [f"L{n}{kind}0" for n in range(host_of(model).n_layers - 1) for kind in "HN"]
+    fast = {HeadName.parse(name).hook("z", model) for name in heads}
+    assert fast == {*ablated._kept_heads.sublayers}
+    for row, circuit in zip(got, circuits, strict=True):
+        expected = by_hooks(model, ablated, contrast, circuit)
+        assert row == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    assert np.ptp(got, axis=0).min() > 1e-6  # the circuits differ
+
+
+def test_only_the_kept_heads_run():
+    model = bridges.with_heads("llama")
+    ablated, _ = ablated_model(model)
+    names, layers = ablated.sites["name"], ablated.sites["layer"]
+    ablated.by_prompt(circuits_of(ablated))  # tests the model first
+    ran, block = [], model.blocks[0]
+    for part in ("attn.q", "mlp.gate"):
+        module = block.get_submodule(part)
+        module.register_forward_hook(lambda *_, part=part: ran.append(part))
+    neuron, head = (np.flatnonzero(names.isin([name]))[:1] for name in ("L0N3", "L0H1"))
+    later = np.flatnonzero(layers == 1)[:1]
+    for circuit, expected in ((neuron, []), (later, []), (head, ["attn.q"])):
+        ran.clear()
+        ablated.by_prompt([circuit])
+        assert ran == expected
+
+
+@pytest.mark.parametrize(
+    ("ablation", "sites", "positions", "n"),
+    [
+        *(
+            ("zero", "all", "each", 2),
+            ("mean", "all", "all", 2),
+            ("positional_mean", "all", "each", 2),
+        ),
+        *(("resample", "neurons", "each", 1), ("resample", "heads", "each", 1)),
+        *(("resample", "all", [1, 2], 0), ("resample", "all", [2, 3, 4], 0)),
+        ("resample", "all", [1, 2, 3, 4], 2),
+    ],
+)
+def test_sublayers_run_as_usual_unless_all_their_heads_are_sites(ablation, sites, positions, n):
+    model = bridges.with_heads("llama")
+    ablated, _ = ablated_model(model, positions, ablation, sites)
+    circuits = circuits_of(ablated)
+    got = ablated.by_prompt(circuits)
+    assert len(ablated._kept_heads.sublayers) == n
+    one_by_one, _ = ablated_model(model, positions, ablation, sites)
+    slow = [one_by_one.by_prompt([circuit])[0] for circuit in circuits]
+    assert "_kept_heads" not in vars(one_by_one)  # a single circuit runs with hooks
+    assert got == pytest.approx(np.array(slow), rel=1e-10, abs=1e-10)
+
+
+def test_a_model_that_computes_otherwise_runs_as_usual(monkeypatch):
+    """A wrong fast run is noticed, and then not used."""
+    model = bridges.with_heads("llama")
+    ablated, contrast = ablated_model(model)
+    forward = kept_heads._Sublayer.forward
+
+    def wrong(self, kept):
+        correct = forward(self, kept)
+        return lambda *args, **kwargs: (
+            correct(*args, **kwargs) if self.heads is None else (correct(*args, **kwargs) + 1e-3)
+        )
+
+    monkeypatch.setattr(kept_heads._Sublayer, "forward", wrong)
+    circuits = circuits_of(ablated)
+    got = ablated.by_prompt(circuits)
+    assert not ablated._kept_heads.sublayers
+    expected = np.array([by_hooks(model, ablated, contrast, circuit) for circuit in circuits])
+    assert got == pytest.approx(expected, rel=1e-10, abs=1e-10)
