@@ -124,11 +124,13 @@ def discover(
     candidates = site_rows(groups)
     places = checked_places(pair, candidates)
     # Rows of a ranking are in the order of the candidates.
-    ids = site_ids(candidates) if search.start or work.resume else pd.Series(dtype=object)
+    named = candidates[candidates["name"].isin({site.partition("@")[0] for site in search.start})]
+    ids = site_ids(named)
     if unknown := sorted({*search.start} - {*ids}):
-        reason = f"got a start with {unknown[:3]}; expected candidates, such as {ids.iloc[-1]!r}"
+        example = site_ids(candidates[-1:]).iloc[0]
+        reason = f"got a start with {unknown[:3]}; expected candidates, such as {example!r}"
         raise InputError([reason], _PROBLEM)
-    start = np.flatnonzero(ids.isin(search.start))
+    start = ids.index[ids.isin(search.start)].to_numpy()
     if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
         sites = replace(sites, positions=[place.label for place in places])
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
@@ -137,7 +139,7 @@ def discover(
         store = None
         if work.resume is not None:
             settings = prompt_settings(model, pair, metric, groups)
-            settings |= {"sites": ids.tolist(), "ablation": search.ablation}
+            settings |= {"sites": site_ids(candidates).tolist(), "ablation": search.ablation}
             settings |= {"float32 products": matmul_precision()}
             store, work = ChunkStore(work.resume, settings), replace(work, resume=None)
         ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)

@@ -23,7 +23,7 @@ first order, g · (z - ablated z) to the error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -40,7 +40,7 @@ from attn_only_lens.circuits.ablated_points import (
     ablated_points,
     digest,
 )
-from attn_only_lens.circuits.kept_heads import KeptHeads
+from attn_only_lens.circuits.kept_heads import KeptHeads, TracedMLP
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -224,18 +224,20 @@ class AblatedModel:
         self, circuit: Rows, loss: Callable[[Float[Tensor, "prompt"]], Float[Tensor, ""]]
     ) -> tuple[float, Float[np.ndarray, "site"]]:
         """Return a circuit's loss, and each site's first-order contribution to the loss."""
-        computed = dict[str, Tensor]()
-        tape = Tape(point.name for point in self._points)
-        with torch.enable_grad():
-            stream = self._replay.recorded_stream(0, self._first, 1).requires_grad_()
-            hooks = [*self._points.hooks([circuit], self._first, computed), *tape.hooks]
-            logits = self._replay.logits(Variants(0, self._first, stream, hooks))
+        computed, first = dict[str, Tensor](), self._first
+        with torch.enable_grad(), self._traced(circuit) as mlps:
+            tape = Tape(point.name for point in self._points if point.name not in mlps)
+            stream = self._replay.recorded_stream(0, first, 1).requires_grad_()
+            hooks = [*self._points.hooks([circuit], first, computed), *tape.hooks]
+            logits = self._replay.logits(Variants(0, first, stream, hooks))
             (values,) = self._replay.metric.of_prompts(logits[None])
             value = loss(values)
-            gradients = tape.gradients(value)
+            gradients = tape.gradients(value, {name: mlp.output for name, mlp in mlps.items()})
+        for name, mlp in mlps.items():
+            computed[name], gradients[name] = mlp.z, mlp.back(gradients[name])
         adds = []
         for point in self._points:
-            change = computed[point.name] - point.replacement[:, self._first :]
+            change = computed[point.name] - point.replacement[:, first:]
             add = to_float64_device(gradients[point.name] * change).double().sum(dim=-1)
             add = add.sum(dim=0, keepdim=True) if len(point.place_of) == 1 else add
             adds.append(add.to(to_float64_device(stream).device))
@@ -270,14 +272,15 @@ class AblatedModel:
         n_prompts = len(self.whole_by_prompt)
         values = torch.empty(len(circuits), n_prompts, dtype=torch.float64, device="cpu")
 
-        several = len(circuits) >= _SEVERAL or "_kept_heads" in vars(self)
-        small = several and max(map(len, circuits)) * _SMALL <= self.n_sites
+        small = self._are_small(circuits)
 
         def run(chosen: Tensor) -> Tensor:
             some = [circuits[i] for i in chosen.tolist()]
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            with self._kept_heads.used(some) if small else nullcontext() as hooks:
-                hooks = hooks if small else self._points.hooks(some, self._first)
+            if not small:
+                hooks = self._points.hooks(some, self._first)
+                return self._replay.values(Variants(0, self._first, stream, hooks))
+            with self._kept_heads.used(some) as hooks:
                 return self._replay.values(Variants(0, self._first, stream, hooks))
 
         every = torch.arange(len(circuits), device="cpu")
@@ -285,9 +288,19 @@ class AblatedModel:
         self._batching.fill(values, every, per_variant, run)
         return values.numpy()
 
+    def _are_small(self, circuits: Sequence[Rows]) -> bool:
+        """Return whether it pays to run only the heads that circuits keep."""
+        several = len(circuits) >= _SEVERAL or "_kept_heads" in vars(self)
+        return several and max(map(len, circuits)) * _SMALL <= self.n_sites
+
     @cached_property
     def _kept_heads(self) -> KeptHeads:
         return KeptHeads(self._replay, self._points, self._first)
+
+    def _traced(self, circuit: Rows) -> AbstractContextManager[dict[str, TracedMLP]]:
+        if self._are_small([circuit]):
+            return self._kept_heads.traced(circuit)
+        return nullcontext({})
 
 
 def ablated_run(

@@ -164,8 +164,7 @@ class Circuit:
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
         """Return, for each row of `sites`, whether the circuit has its `name` and `position`."""
-        inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
-        return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
+        return are_among(sites, self.frame)
 
     def core(self) -> "Circuit":
         """Return a circuit of all sites that are in at least 90 % of the resampled circuits.
@@ -230,6 +229,12 @@ class Circuit:
             tables["by_size"] = None if by_size is None else pd.DataFrame(by_size)
             changed["stability"] = Stability(**{**stability, **tables})
         return cls(**{**body, **frames, **changed})
+
+
+def are_among(sites: pd.DataFrame, some: pd.DataFrame) -> Bool[np.ndarray, "row"]:
+    """Return, for each row of `sites`, whether `some` has a row of its name and position."""
+    inside = some[SITE_KEY].drop_duplicates().assign(inside=True)
+    return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
 
 def read_circuit(path: AnyPath) -> Circuit:

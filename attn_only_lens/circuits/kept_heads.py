@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.circuits.ablated_points import AblatedPoint, AblatedPoints, KeptSites, Rows
+from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.recording import Hooks
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.replay.base import suppress_refusals
@@ -31,6 +33,7 @@ from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.precision import full_precision
 
+_ALL = slice(None)
 _FINE = torch.float32, torch.float64
 _FEW = 4  # if more than a fourth of an MLP's neurons are kept, all neurons are computed
 _TESTED = 5  # the number of heads of each sublayer in a test
@@ -64,29 +67,39 @@ class _Sublayer:
 
     def forward(self, kept: KeptSites) -> Callable[..., Any]:
         """Return a function that computes the module's output from its input."""
-        if self.heads is None or not len(kept.site):
+        if not len(kept.site):
             return partial(self._constant, kept.n_circuits)
         kept_heads = self._kept_heads(kept)
         index = torch.from_numpy(kept_heads).to(self.entered.device)
         gone = self.point.ablated(kept, self.first, kept_heads).squeeze(-1).to(index.device)
-        before = [x[..., index] for x in self._projections if x is not None]
         ablated = self.point.replacement[:, self.first :, index, 0].to(index.device)
-        matrices = [matrix[:, index] for matrix in self.heads.read_matrices]
-        W_out = self.heads.decoders[0][index]
+        z, W_out = self.outputs(index), self.heads.decoders[0][index]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             x = _input(args, kwargs).unflatten(0, (kept.n_circuits, -1))
-            pairs = zip(before, matrices, strict=True)
-            q, *up = (at_start + (x - self.entered) @ matrix for at_start, matrix in pairs)
-            weight, v = self.heads.weights_and_values(q, up[0] if up else None, index)
-            change = torch.where(gone, 0.0, weight * v - ablated)
+            change = torch.where(gone, 0.0, z(x) - ablated)
             return (self.returned + change @ W_out).flatten(0, 1)
 
         return forward
 
+    def outputs(self, index: Any = _ALL) -> Callable[[Tensor], Tensor]:
+        """Return a function that computes z of some neurons from the MLP's input."""
+        before = [x[..., index] for x in self._projections if x is not None]
+        matrices = [matrix[:, index] for matrix in self.heads.read_matrices]
+
+        def outputs(x: Float[Tensor, "*any pos d_model"]) -> Float[Tensor, "*any pos neuron"]:
+            pairs = zip(before, matrices, strict=True)
+            q, *up = (at_start + (x - self.entered) @ matrix for at_start, matrix in pairs)
+            which = None if index is _ALL else index
+            weight, v = self.heads.weights_and_values(q, up[0] if up else None, which)
+            return weight * v
+
+        return outputs
+
     @cached_property
     def _projections(self) -> tuple[Tensor, Tensor | None]:
-        q, up = self.heads.projections(self.entered)
+        with torch.no_grad():
+            q, up = self.heads.projections(self.entered)
         return q, up
 
     def _constant(self, n_circuits: int, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +109,34 @@ class _Sublayer:
         if isinstance(self.returned, Tensor):
             return repeated(self.returned)
         return repeated(self.returned[0]), *(None,) * (len(self.returned) - 1)
+
+
+class TracedMLP:
+    """An MLP of which a run of a circuit computes the kept neurons, with a gradient.
+
+    Attributes:
+        z: in the run, the outputs of all neurons before the ablation, without a gradient.
+        output: in the run, what the MLP wrote, a node of the autograd graph.
+    """
+
+    z: Float[Tensor, "batch pos head_index d_head=1"]
+    output: Residual
+
+    def __init__(self, sublayer: _Sublayer, kept: KeptSites) -> None:
+        self._heads, self._forward = sublayer.heads, sublayer.forward(kept)
+        self._outputs = sublayer.outputs()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Residual:
+        """Return the MLP's output, and set `z` and `output`."""
+        with torch.no_grad():
+            self.z = self._outputs(_input(args, kwargs)).unsqueeze(-1)
+        output = self._forward(*args, **kwargs)
+        self.output = output.view_as(output) if output.requires_grad else as_leaf(output)
+        return self.output
+
+    def back(self, gradient: Residual) -> Float[Tensor, "batch pos head_index d_head=1"]:
+        """Return the gradient at z after the ablation, given the gradient at `output`."""
+        return (gradient @ self._heads.decoders[0].detach().T).unsqueeze(-1)
 
 
 class KeptHeads:
@@ -189,6 +230,22 @@ class KeptHeads:
                     forward = sublayer.forward(kept)
                     stack.enter_context(replaced_forward(sublayer.module, forward))
             yield hooks
+
+    @contextmanager
+    def traced(self, circuit: Rows) -> Iterator[dict[str, TracedMLP]]:
+        """Context manager for a gradient, which flows only through the MLP neurons of a circuit.
+
+        Yield these MLPs by the hook name of z. Hooks at their z do not run.
+        """
+        mlps = dict[str, TracedMLP]()
+        with ExitStack() as stack:
+            for point, kept in zip(self._points, self._points.kept([circuit]), strict=True):
+                sublayer = self.sublayers.get(point.name)
+                if sublayer is None or sublayer.heads is None or sublayer.runs(kept):
+                    continue
+                mlps[point.name] = mlp = TracedMLP(sublayer, kept)
+                stack.enter_context(replaced_forward(sublayer.module, mlp.forward))
+            yield mlps
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:

@@ -20,7 +20,9 @@ search has three steps. Each step starts from the best circuit so far:
                it are removed, again and again. Then the circuit is evaluated without each chunk of
                sites, and as many chunks as possible are removed together. If more than a tenth of
                the circuit can be removed, the second step follows again. Otherwise, chunks are made
-               smaller, down to single sites.
+               smaller, down to single sites. Then the second step follows again, and also exchanges
+               sites: some that add least for fewer that would add most. The search ends if this
+               step finds no smaller circuit.
 
 If another circuit of at most 128 sites is given as a start, the second step starts from it, and the
 first step is only taken if the second finds no circuit. At the end, the search evaluates every
@@ -39,7 +41,7 @@ from jaxtyping import Float
 
 from attn_only_lens.arguments import COUNT, RESAMPLES, one_of
 from attn_only_lens.circuits.ablated_model import ABLATIONS, ORDERS, AblatedModel, Ablation, Order
-from attn_only_lens.circuits.ablated_points import Rows, digest
+from attn_only_lens.circuits.ablated_points import Floats, Rows, digest
 from attn_only_lens.errors import InputError
 
 _PER_DOUBLING = 2  # the number of prefix sizes to try from k to 2k
@@ -144,6 +146,7 @@ class SearchRun:
         self._ablated, self._wanted, self._near = ablated, wanted, near
         self.tried: list[dict[str, Any]] = []
         self._measured: dict[str, tuple[float, float]] = {}
+        self._last_worth: tuple[str, Floats] | None = None  # with the circuit's digest
         self._closest = np.empty(0, dtype=np.int64)  # the last prefixes' circuit of least error
 
     def smallest(
@@ -247,16 +250,20 @@ class SearchRun:
                 short, at_short = size, (f, excess)
         return None
 
-    def rank_again(self, circuit: Rows) -> Rows:
-        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
+    def rank_again(self, circuit: Rows, exchange: bool = False) -> Rows:
+        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit.
+
+        With `exchange`, also try the circuit without some of its sites, and with fewer others.
+        """
         best, every, worth, idle = circuit, np.arange(self._ablated.n_sites), None, 0
         while idle < _IDLE_ROUNDS:
             start = circuit if len(circuit) < len(every) else self._closest
-            new = self._ablated.worth(start)
+            new = self._worth(start)
             worth = new if worth is None else (worth + new) / 2
             order = np.argsort(-worth, kind="stable")
             prefixes = [order[:size] for size in _sizes_around(len(start), len(every))]
-            circuit = self._smallest_sufficient("worth", every, prefixes)
+            changed = _changed(start, new, fewer=True) if exchange else []
+            circuit = self._smallest_sufficient("worth", every, [*prefixes, *changed])
             if len(circuit) == len(every):
                 _, errors = self.measure(["worth"] * len(prefixes), prefixes)
                 self._closest = prefixes[int(errors.argmin())]
@@ -274,17 +281,7 @@ class SearchRun:
         """
         every = np.arange(self._ablated.n_sites)
         for _ in range(_ROUNDS):
-            worth = self._ablated.worth(circuit)
-            inside = circuit[np.argsort(worth[circuit], kind="stable")]
-            order = np.argsort(-worth, kind="stable")
-            outside = order[~np.isin(order, circuit)]
-            numbers = [max(1, len(circuit) // _SMALL) * step for step in _STEPS]
-            changed = [
-                np.concatenate([inside[n_removed:], outside[:n_added]])
-                for n_added in numbers
-                for n_removed in numbers
-                if n_added + n_removed > 0 and n_removed < len(circuit)
-            ]
+            changed = _changed(circuit, self._worth(circuit))
             sufficient = self._smallest_sufficient("worth", every, changed)
             if len(sufficient) < len(every):
                 return sufficient
@@ -293,14 +290,18 @@ class SearchRun:
         return every
 
     def shrink(self, circuit: Rows) -> Rows:
-        """Remove sites, and rank again after the removal of many; return a pruned circuit."""
+        """Remove and exchange sites, and rank again, until the circuit becomes no smaller."""
         while True:
             circuit = self.without_worthless(circuit)
             n_chunks = len(circuit) if len(circuit) <= _LARGE else _CHUNKS
             fewer, _ = self._without_chunks(circuit, np.array_split(circuit, n_chunks))
-            if len(fewer) >= (1 - _MANY) * len(circuit):
-                return self.prune(fewer)
-            circuit = self.rank_again(fewer)
+            if len(fewer) < (1 - _MANY) * len(circuit):
+                circuit = self.rank_again(fewer)
+                continue
+            pruned = self.prune(fewer)
+            circuit = self.rank_again(pruned, exchange=True)
+            if len(circuit) == len(pruned):
+                return pruned
 
     def without_worthless(self, circuit: Rows) -> Rows:
         """Remove the sites that add least, many at a time, while the circuit is large.
@@ -308,7 +309,7 @@ class SearchRun:
         These are sites that make the circuit worse, or whose removal changes it least.
         """
         while len(circuit) > _SMALL:
-            worth = self._ablated.worth(circuit)[circuit]
+            worth = self._worth(circuit)[circuit]
             orders = [circuit[np.argsort(-x, kind="stable")] for x in (worth, abs(worth))]
             numbers = np.unique(np.geomspace(1, len(circuit) - 1, _REMOVALS).round().astype(int))
             fewer = [best_first[:-number] for best_first in orders for number in numbers]
@@ -373,6 +374,13 @@ class SearchRun:
         ]
         return min([circuit, *enough], key=len)
 
+    def _worth(self, circuit: Rows) -> Floats:
+        """Return how much each site lowers the circuit's error; remember it for this circuit."""
+        key = digest([circuit])
+        if self._last_worth is None or self._last_worth[0] != key:
+            self._last_worth = key, self._ablated.worth(circuit)
+        return self._last_worth[1]
+
     def measure(
         self, steps: Sequence[Step], circuits: Sequence[Rows]
     ) -> tuple[Float[np.ndarray, "circuit"], Float[np.ndarray, "circuit"]]:
@@ -399,6 +407,24 @@ class SearchRun:
     def _suffices(self, error: float, size: int) -> bool:
         # The circuit of all sites has no error up to rounding, so it always suffices.
         return size == self._ablated.n_sites or (size > 0 and error <= 1 - self._wanted)
+
+
+def _changed(circuit: Rows, worth: Floats, fewer: bool = False) -> list[Rows]:
+    """Return circuits without some sites that add least, and with some that would add most.
+
+    With `fewer`, only smaller circuits are returned.
+    """
+    inside = circuit[np.argsort(worth[circuit], kind="stable")]
+    order = np.argsort(-worth, kind="stable")
+    outside = order[~np.isin(order, circuit)]
+    numbers = [max(1, len(circuit) // _SMALL) * step for step in _STEPS]
+    return [
+        np.concatenate([inside[n_removed:], outside[:n_added]])
+        for n_added in numbers
+        for n_removed in numbers
+        if n_added + n_removed > 0 and n_removed < len(circuit)
+        if n_added < n_removed or not fewer
+    ]
 
 
 def _sizes_around(size: int, most: int) -> list[int]:

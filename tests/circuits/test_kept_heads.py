@@ -86,6 +86,12 @@ def test_circuits_have_the_metric_that_plain_hooks_give(kind, positions):
         expected = by_hooks(model, ablated, contrast, circuit)
         assert row == pytest.approx(expected, rel=1e-10, abs=1e-10)
     assert np.ptp(got, axis=0).min() > 1e-6  # the circuits differ
+    usual, _ = ablated_model(model, positions)
+    for circuit in circuits[:2]:
+        expected = usual.worth(circuit)
+        assert "_kept_heads" not in vars(usual)  # without several circuits, all heads run
+        assert ablated.worth(circuit) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert (expected[ablated.sites["name"].str.startswith("L0N")] != 0).sum() > 5
 
 
 def test_only_the_kept_heads_run():

@@ -173,7 +173,7 @@ def _first_batch(
     positions = positions_of_sites(models[0], contrast)
     found = find_circuits(models, contrast, alignment, sizes, progress)
     frames = compare_circuits(models, contrast, alignment, found, sizes, progress)
-    parts = compare_parts(models, contrast, alignment, provenance, found, frames["nodes"])
+    parts = compare_parts(models, contrast, provenance, found, frames["nodes"])
     drops, values = measure_drops(models, contrast, alignment, sizes.n_patched, progress)
     circuits = [one.circuit for one in found]
     about = {
