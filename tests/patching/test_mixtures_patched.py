@@ -117,6 +117,31 @@ def test_sweeps_of_routers(name, direction):
     assert largest > 1e-4, "the control"
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_whole_experts(name):
+    """All neurons of an expert are ablated by name, or come from the other run by a hook."""
+    model, (plain, clean, corrupted) = made(name), oracle(name)
+    (n, size), point = plain.sizes(), "blocks.0.mlp.hook_neuron_act"
+    for expert in range(n):
+        rows, change = slice(expert * size, (expert + 1) * size), torch.zeros_like(clean["z"])
+        change[..., rows] = -clean["z"][..., rows]
+        with p.ablated(model, [f"L0E{expert}N{i}" for i in range(size)]):
+            got = metric(model(CLEAN))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+        assert change.any() == (expected != metric(plain(CLEAN))), "the control"
+
+        def patch(z, hook, rows=rows):
+            z = z.clone()
+            z[:, :, rows, 0] = corrupted["z"][..., rows]
+            return z
+
+        change[..., rows] += corrupted["z"][..., rows]
+        got = metric(model.run_with_hooks(CLEAN, fwd_hooks=[(point, patch)]))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+
+
 @pytest.mark.parametrize("method", ["gradient", "integrated", "secant"])
 def test_estimates_of_the_last_layer(method):
     """Estimates of neurons that write to the last stream equal patches if the effect is small."""
