@@ -15,7 +15,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, neurons, save, viz
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedCallError, UnsupportedModelError
 
 pytestmark = [
     pytest.mark.numeric,
@@ -381,6 +381,19 @@ def test_noise_of_routers_in_training_is_refused():
     model.train()
     with pytest.raises(InputError, match="noise on the inputs of routers is active"):
         p.activation_patch(model, CONTRAST, sites=["L0E1N3"])
+
+
+def test_a_replaced_forward_pass_of_experts_is_noticed():
+    """A graph is about the sum of the neurons' outputs, which the block no longer computes."""
+    model = exposed("mixtral")
+    circuits.attribution_graph(model, CONTRAST, top=10)
+    experts = model.blocks[1].mlp.original_component.experts
+    forward = experts.forward
+    experts.forward = lambda *args, **options: 1.01 * forward(*args, **options)
+    with pytest.raises(UnsupportedCallError, match="layer 1: the output of its mixture is no long"):
+        circuits.attribution_graph(model, CONTRAST, top=10)
+    experts.forward = forward
+    circuits.attribution_graph(model, CONTRAST, top=10)
 
 
 def test_refused(wordy, tmp_path):
