@@ -42,6 +42,7 @@ BALANCE = 0.02  # the weight of the loss that balances the experts
 STEPS, DECAY = 2500, 600
 N_FIND, N_JUDGE, SEED_OF_PAIRS = 16, 48, 11
 WANTED, TOP, N_SHUFFLES = 0.8, 200, 20
+WITH_ROUTERS = "heads and neurons, routers"
 KINDS = {"routing": "router", "neurons": "neuron", "attention heads": "attention"}
 
 
@@ -257,7 +258,7 @@ def circuits_for(model: Any, find: Contrast, judge: Contrast) -> Iterator[dict[s
         kept = circuits.evaluate(model, circuit, judge, work=QUIET)
         kinds = circuit.frame["kind"].value_counts()
         yield {
-            "candidates": "heads and neurons" + ", routers" * (candidates != "all"),
+            "candidates": "heads and neurons" if candidates == "all" else WITH_ROUTERS,
             "n_sites": circuit.n_sites,
             "size": len(circuit),
             **{name: int(kinds.get(kind, 0)) for name, kind in KINDS.items()},
@@ -353,29 +354,67 @@ def figure(tables: Tables) -> Figure:
 
 
 def facts(tables: Tables) -> dict[str, Any]:
-    """Return the names that the page uses: `shares`, `values` and `runs` are means over seeds."""
-    specialised, frame, found = (
+    """Return the names that the page uses: means over seeds, and whether predictions held."""
+    specialised, measured, found = (
         tables[name] for name in ("specialisation", "agreement", "circuits")
     )
-    visits = tables["visits"].query("model == 'trained'")["visits"]
-    keys = ["model", "layer", "variable"], ["arm", "measure"], ["arm", "candidates"]
-    measures = ["size", "routing", "neurons", "attention heads", "faithfulness", "held out"]
-    single = frame[frame["arm"] == MIXTURE].pivot(index="seed", columns="measure", values="value")
-    losses = tables[""].pivot(index="seed", columns="arm", values="loss")
+    by_experts = tables["visits"].query("model == 'trained'")
+    arms = ["arm", "candidates"]
+    kept = ["n_sites", "size", *KINDS, "faithfulness", "held out", "error"]
+    circuits_of = found.groupby(arms, sort=False)[kept].mean()
+    shares = specialised.groupby(["model", "layer", "variable"])["share"].mean()
+    values = measured.groupby(["arm", "measure"])["value"].mean()
     return {
-        **{"MIXTURE": MIXTURE, "DENSE": DENSE, "LARGE": LARGE, "layers": (0, 1)},
-        "shares": specialised.groupby(keys[0])["share"].mean(),
-        "values": frame.groupby(keys[1])["value"].mean(),
-        "runs": tables[""].groupby("arm").mean(numeric_only=True),
-        "losses": losses,
-        "visits": (visits.min(), visits.max()),
-        "single": single,
-        "circuits": found.groupby(keys[2], sort=False)[measures].mean(),
+        "shares": shares,
+        "values": values[MIXTURE],
+        "circuits": circuits_of,
+        "visits": by_experts["visits"],
+        "runs": tables[""].groupby("arm", sort=False).mean(numeric_only=True),
+        "verdicts": verdicts(tables, shares, values[MIXTURE], circuits_of),
         "specialisation_table": _spread(specialised, "variable", ["model", "layer"], "share"),
-        "agreement_table": _spread(frame, "measure", ["arm"], "value"),
-        "circuits_table": found.groupby(keys[2], sort=False)[measures].mean().reset_index(),
-        "runs_table": tables[""].groupby("arm", sort=False).mean(numeric_only=True).reset_index(),
-        "visits_table": tables["visits"].query("model == 'trained' and seed == 0"),
+        "agreement_table": _spread(measured, "measure", ["arm"], "value"),
+        "examples": by_experts.query("seed == 0")[["layer", "expert", "visits", "tokens"]],
+    }
+
+
+def verdicts(
+    tables: Tables, shares: pd.Series, values: pd.Series, circuits_of: pd.DataFrame
+) -> dict[str, bool]:
+    """Return which predictions held, in the order of the page."""
+    visits = tables["visits"].query("model == 'trained'")["visits"]
+    token, speech, random = "token", "part of speech", "part of speech, shuffled among words"
+    losses = tables[""].pivot(index="seed", columns="arm", values="loss")
+    right = tables[""].groupby("arm")["number, prepositional"].mean()
+    rows = tables["agreement"].query("arm == @MIXTURE")
+    single = rows.pivot(index="seed", columns="measure", values="value")
+    usual = circuits_of.xs("heads and neurons", level="candidates")
+    sizes = usual["size"]
+    routed, patterns = (values[f"graph: |effects| through {x}"] for x in ("routing", "patterns"))
+    return {
+        "balanced": visits.between(0.3, 0.7).all(),
+        "token": min(shares["trained", 0, token], shares["untrained", 0, token]) > 0.6,
+        "token, layer 1": shares["trained", 1, token] < shares["trained", 0, token],
+        "speech": all(
+            shares["trained", layer, speech] >= 2 * shares["trained", layer, random]
+            for layer in (0, 1)
+        ),
+        "speech before": all(
+            shares["untrained", layer, speech] < 1.5 * shares["untrained", layer, random]
+            for layer in (0, 1)
+        ),
+        "list": shares["trained", 1, "list or story"]
+        > max(0.05, shares["untrained", 1, "list or story"]),
+        "number": max(shares["trained", layer, "a noun's number"] for layer in (0, 1)) < 0.1,
+        "loss": (losses[MIXTURE] < losses[DENSE]).all(),
+        "loss of parameters": losses[MIXTURE].mean() >= losses[LARGE].mean(),
+        "right": right.min() >= 0.98,
+        "together": max(values["all routing, denoise"], values["all routing, noise"]) < 0.15,
+        "single": (single["one of routing, largest"] < single["one of neurons, largest"]).all(),
+        "choices": abs(values["graph: part of routers that choose otherwise"]) < 0.1,
+        "ways": routed < 0.1 and routed < patterns,
+        "size": sizes[DENSE] < sizes[MIXTURE] < 1.5 * sizes[DENSE],
+        "held out": usual["held out"].min() > 0.7,
+        "in circuit": circuits_of.loc[(MIXTURE, WITH_ROUTERS), "routing"] < 2,
     }
 
 
