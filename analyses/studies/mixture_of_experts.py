@@ -43,7 +43,7 @@ STEPS, DECAY = 2500, 600
 N_FIND, N_JUDGE, SEED_OF_PAIRS = 16, 48, 11
 WANTED, TOP, N_SHUFFLES = 0.8, 200, 20
 WITH_ROUTERS = "heads and neurons, routers"
-KINDS = {"routing": "router", "neurons": "neuron", "attention heads": "attention"}
+KINDS = {"routers": "router", "neurons": "neuron", "attention heads": "attention"}
 
 
 # ---- training
@@ -157,28 +157,36 @@ def explained(visits: np.ndarray, variable: "pd.Series[Any]") -> float:
     return float(means.var(ddof=0).sum() / frame.var(ddof=0).sum())
 
 
-def specialisation(model: Any, texts: list[str]) -> Iterator[dict[str, Any]]:
+def specialisation(tokens: pd.DataFrame, visits: np.ndarray) -> Iterator[dict[str, Any]]:
     """Yield what each variable explains of the visits, in each layer."""
-    tokens, visits = tokens_and_visits(model, texts)
     in_stories = (tokens["text"] == "story").to_numpy()
     spoken = tokens[in_stories]
-    random, parts = Random(0), parts_of_speech()
-    shuffled = []
+    of_nouns = spoken["part of speech"].isin(["noun", "plural noun"]).to_numpy()
+    random, parts, shuffled = Random(0), parts_of_speech(), list["pd.Series[str]"]()
     for _ in range(N_SHUFFLES):
         some = list(parts.values())
         random.shuffle(some)
         shuffled.append(spoken["token"].map(dict(zip(parts, some, strict=True))))
     for layer, of_layer in enumerate(visits):
-        names = {"layer": layer}
-        yield names | {"variable": "list or story", "share": explained(of_layer, tokens["text"])}
         here = of_layer[in_stories]
+        shares = {"list or story": explained(of_layer, tokens["text"])}
         for variable in ("token", "part of speech", "token before", "position"):
-            yield names | {"variable": variable, "share": explained(here, spoken[variable])}
-        share = float(np.mean([explained(here, variable) for variable in shuffled]))
-        yield names | {"variable": "part of speech, shuffled among words", "share": share}
-        nouns = spoken["part of speech"].isin(["noun", "plural noun"]).to_numpy()
-        share = explained(here[nouns], spoken["part of speech"][nouns])
-        yield names | {"variable": "a noun's number", "share": share}
+            shares[variable] = explained(here, spoken[variable])
+        by_chance = [explained(here, variable) for variable in shuffled]
+        shares["part of speech, shuffled among words"] = float(np.mean(by_chance))
+        number = spoken["part of speech"][of_nouns]
+        shares["a noun's number"] = explained(here[of_nouns], number)
+        for variable, share in shares.items():
+            yield {"layer": layer, "variable": variable, "share": share}
+
+
+def by_part(tokens: pd.DataFrame, visits: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the share of the tokens of each part of speech that visit each expert, in stories."""
+    parts = tokens["part of speech"].where(tokens["text"] == "story")
+    for layer, of_layer in enumerate(visits):
+        shares = pd.DataFrame(of_layer).groupby(parts).mean().stack()
+        for (part, expert), share in shares.items():
+            yield {"layer": layer, "expert": expert, "part of speech": part, "share": share}
 
 
 # ---- agreement
@@ -197,7 +205,7 @@ def joint_patches(model: Any, question: Question) -> Iterator[dict[str, Any]]:
     caches = {side: model.run_with_cache(tokens)[1] for side, tokens in runs.items()}
     metric = {side: question.of_logits(model(tokens)) for side, tokens in runs.items()}
     change = (metric["clean"] - metric["corrupted"]).mean()
-    for name, kind in (("routing", "router"), ("neurons", "neuron")):
+    for name, kind in (("routers", "router"), ("neurons", "neuron")):
         points = [host.hook_name(layer, kind, "z") for layer, x in places if x == kind]
         for direction, source, target, sign in (
             ("denoise", "clean", "corrupted", 1),
@@ -222,11 +230,9 @@ def joint_patches(model: Any, question: Question) -> Iterator[dict[str, Any]]:
 def through_routing(model: Any, pairs: Contrast) -> Iterator[dict[str, Any]]:
     """Yield the parts of an attribution graph that go through routing."""
     graph = circuits.attribution_graph(model, pairs, top=TOP)
-    routers = graph.nodes.loc[graph.nodes["kind"] == "router", "attribution"].sum()
-    yield {
-        "measure": "graph: part of routers that choose otherwise",
-        "value": routers / graph.value,
-    }
+    routers = graph.nodes.loc[graph.nodes["kind"] == "router", "attribution"]
+    if len(routers):
+        yield {"measure": "graph: part of other choices", "value": routers.sum() / graph.value}
     heads = graph.nodes[graph.nodes["kind"].isin(["neuron", "attention"])].set_index("id")
     parts = {"routing": ["routing"], "patterns": ["q", "k", "gate"]}
     sums = {
@@ -236,7 +242,7 @@ def through_routing(model: Any, pairs: Contrast) -> Iterator[dict[str, Any]]:
     by = pd.DataFrame(sums).reindex(heads.index).fillna(0.0)
     by["values"] = heads["attribution"] - by.sum(axis=1)
     for name, size in (by.abs().sum() / by.abs().sum().sum()).items():
-        yield {"measure": f"graph: |effects| through {name}", "value": size}
+        yield {"measure": f"graph: effects through {name}", "value": size}
 
 
 def single_patches(model: Any, pairs: Contrast) -> Iterator[dict[str, Any]]:
@@ -245,7 +251,10 @@ def single_patches(model: Any, pairs: Contrast) -> Iterator[dict[str, Any]]:
     for name, kind in KINDS.items():
         if kind in kinds:
             sweep = p.activation_patch(model, pairs, sites=p.Sites.of_kinds([kind]), work=QUIET)
-            yield {"measure": f"one of {name}, largest", "value": sweep.frame["score"].abs().max()}
+            yield {
+                "measure": f"one of the {name}, largest",
+                "value": sweep.frame["score"].abs().max(),
+            }
 
 
 def circuits_for(model: Any, find: Contrast, judge: Contrast) -> Iterator[dict[str, Any]]:
@@ -283,7 +292,7 @@ def run(setting: Setting) -> Tables:
     pairs = agreement(8 if setting.smoke else N_FIND + N_JUDGE)
     find, judge = (pairs[:4], pairs[4:]) if setting.smoke else (pairs[:N_FIND], pairs[N_FIND:])
     tables: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("", "visits", "specialisation", "agreement", "circuits")
+        name: [] for name in ("", "visits", "specialisation", "parts", "agreement", "circuits")
     }
 
     def add(table: str, rows: Iterable[dict[str, Any]], **names: Any) -> None:
@@ -297,13 +306,13 @@ def run(setting: Setting) -> Tables:
             before = training_of(plan_of(setting, arm, seed), setting.device, None).model.eval()
             for when, some in {"trained": model, "untrained": before}.items():
                 with expose_neuron_heads(some):
-                    add("specialisation", specialisation(some, texts), model=when, **names)
-                    visits = neurons.expert_visits(some, neurons.Corpus(texts), work=QUIET)
-                visits = visits.assign(
-                    tokens=[" ".join(map(str.strip, x)) for x in visits["tokens"]],
-                    shares=[" ".join(f"{share:.2f}" for share in x) for x in visits["shares"]],
-                )
-                add("visits", visits.to_dict("records"), model=when, **names)
+                    seen = tokens_and_visits(some, texts)
+                    counted = neurons.expert_visits(some, neurons.Corpus(texts), work=QUIET)
+                best = [" ".join(map(str.strip, tokens)) for tokens in counted["tokens"]]
+                counted = counted.drop(columns="shares").assign(tokens=best)
+                add("visits", counted.to_dict("records"), model=when, **names)
+                add("specialisation", specialisation(*seen), model=when, **names)
+                add("parts", by_part(*seen), model=when, **names)
         with expose_neuron_heads(model):
             question = Question.of(pairs, english.tokenizer()).to(setting.device)
             add("agreement", joint_patches(model, question), **names)
@@ -324,7 +333,7 @@ def _spread(frame: pd.DataFrame, row: str, columns: list[str], value: str) -> pd
 def _said(values: "pd.Series[float]") -> str:
     if values.isna().all():
         return "–"
-    return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+    return f"{values.mean():z.2f} ({values.min():z.2f} to {values.max():z.2f})"
 
 
 def figure(tables: Tables) -> Figure:
@@ -354,67 +363,42 @@ def figure(tables: Tables) -> Figure:
 
 
 def facts(tables: Tables) -> dict[str, Any]:
-    """Return the names that the page uses: means over seeds, and whether predictions held."""
+    """Return the names that the page uses; most are means over seeds."""
     specialised, measured, found = (
         tables[name] for name in ("specialisation", "agreement", "circuits")
     )
+    mixtures = measured[measured["arm"] == MIXTURE]
     by_experts = tables["visits"].query("model == 'trained'")
-    arms = ["arm", "candidates"]
-    kept = ["n_sites", "size", *KINDS, "faithfulness", "held out", "error"]
-    circuits_of = found.groupby(arms, sort=False)[kept].mean()
-    shares = specialised.groupby(["model", "layer", "variable"])["share"].mean()
-    values = measured.groupby(["arm", "measure"])["value"].mean()
+    kept = ["size", *KINDS, "faithfulness", "held out", "error"]
+    candidates = ["heads and neurons", WITH_ROUTERS]
+    sizes = found.groupby(["arm", "candidates"], sort=False)[kept].mean()
     return {
-        "shares": shares,
-        "values": values[MIXTURE],
-        "circuits": circuits_of,
+        "shares": specialised.groupby(["model", "layer", "variable"])["share"].mean(),
+        "values": mixtures.groupby("measure")["value"].mean(),
+        "single": mixtures.pivot(index="seed", columns="measure", values="value"),
         "visits": by_experts["visits"],
         "runs": tables[""].groupby("arm", sort=False).mean(numeric_only=True),
-        "verdicts": verdicts(tables, shares, values[MIXTURE], circuits_of),
-        "specialisation_table": _spread(specialised, "variable", ["model", "layer"], "share"),
-        "agreement_table": _spread(measured, "measure", ["arm"], "value"),
+        "losses": tables[""].pivot(index="seed", columns="arm", values="loss"),
+        "circuit": {arm: sizes.loc[arm, candidates[0]] for arm in N_NEURONS},
+        "routed": sizes.loc[MIXTURE, candidates[1]],
+        "MIXTURE": MIXTURE,
+        "DENSE": DENSE,
+        "LARGE": LARGE,
+        "SPEECH": "part of speech",
+        "SHUFFLED": "part of speech, shuffled among words",
+        "largest_share": specialised.groupby("variable")["share"].max(),
+        "n_with_routers": found[found["routers"] > 0]["seed"].nunique(),
+        "specialisation": _spread(specialised, "variable", ["model", "layer"], "share"),
+        "agreement": _spread(measured, "measure", ["arm"], "value"),
+        "circuits": sizes.reset_index(),
         "examples": by_experts.query("seed == 0")[["layer", "expert", "visits", "tokens"]],
-    }
-
-
-def verdicts(
-    tables: Tables, shares: pd.Series, values: pd.Series, circuits_of: pd.DataFrame
-) -> dict[str, bool]:
-    """Return which predictions held, in the order of the page."""
-    visits = tables["visits"].query("model == 'trained'")["visits"]
-    token, speech, random = "token", "part of speech", "part of speech, shuffled among words"
-    losses = tables[""].pivot(index="seed", columns="arm", values="loss")
-    right = tables[""].groupby("arm")["number, prepositional"].mean()
-    rows = tables["agreement"].query("arm == @MIXTURE")
-    single = rows.pivot(index="seed", columns="measure", values="value")
-    usual = circuits_of.xs("heads and neurons", level="candidates")
-    sizes = usual["size"]
-    routed, patterns = (values[f"graph: |effects| through {x}"] for x in ("routing", "patterns"))
-    return {
-        "balanced": visits.between(0.3, 0.7).all(),
-        "token": min(shares["trained", 0, token], shares["untrained", 0, token]) > 0.6,
-        "token, layer 1": shares["trained", 1, token] < shares["trained", 0, token],
-        "speech": all(
-            shares["trained", layer, speech] >= 2 * shares["trained", layer, random]
-            for layer in (0, 1)
-        ),
-        "speech before": all(
-            shares["untrained", layer, speech] < 1.5 * shares["untrained", layer, random]
-            for layer in (0, 1)
-        ),
-        "list": shares["trained", 1, "list or story"]
-        > max(0.05, shares["untrained", 1, "list or story"]),
-        "number": max(shares["trained", layer, "a noun's number"] for layer in (0, 1)) < 0.1,
-        "loss": (losses[MIXTURE] < losses[DENSE]).all(),
-        "loss of parameters": losses[MIXTURE].mean() >= losses[LARGE].mean(),
-        "right": right.min() >= 0.98,
-        "together": max(values["all routing, denoise"], values["all routing, noise"]) < 0.15,
-        "single": (single["one of routing, largest"] < single["one of neurons, largest"]).all(),
-        "choices": abs(values["graph: part of routers that choose otherwise"]) < 0.1,
-        "ways": routed < 0.1 and routed < patterns,
-        "size": sizes[DENSE] < sizes[MIXTURE] < 1.5 * sizes[DENSE],
-        "held out": usual["held out"].min() > 0.7,
-        "in circuit": circuits_of.loc[(MIXTURE, WITH_ROUTERS), "routing"] < 2,
+        "parts": tables["parts"]
+        .query("model == 'trained' and seed == 0")
+        .assign(
+            place=lambda rows: rows["layer"].map("L{}".format) + rows["expert"].map("E{}".format)
+        )
+        .pivot(index="part of speech", columns="place", values="share")
+        .reset_index(),
     }
 
 
