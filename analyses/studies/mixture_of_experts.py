@@ -356,7 +356,7 @@ def figure(tables: Tables) -> Figure:
     for number, (arm, some) in enumerate(joint.groupby("arm", sort=False)):
         rows = [measures.index(x) + 0.15 * (1 - number) for x in some["measure"]]
         right.plot(some["value"], rows, f"C{number}o", markersize=3, label=arm)
-    right.set(xlabel="share of the change of the logit difference")
+    right.set(xlabel="share of the difference")
     right.set_yticks(range(len(measures)), measures)
     right.legend(fontsize="x-small")
     return picture
