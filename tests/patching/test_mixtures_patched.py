@@ -117,6 +117,7 @@ def test_sweeps_of_routers(name, direction):
     assert largest > 1e-4, "the control"
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", EXACT)
 def test_whole_experts(name):
     """All neurons of an expert are ablated by name, or come from the other run by a hook."""
@@ -140,6 +141,32 @@ def test_whole_experts(name):
         got = metric(model.run_with_hooks(CLEAN, fwd_hooks=[(point, patch)]))
         expected = metric(plain(CLEAN, added=change @ plain.W_out()))
         assert abs(got - expected) <= EXACT[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixtral", "qwen2", "granite"])
+def test_single_routing_weights(name):
+    """One expert's weight comes from the other run, also at tokens that visit it in one run."""
+    model, (plain, clean, corrupted) = made(name), oracle(name)
+    (n, size), largest = plain.sizes(), 0.0
+    changed_visits = (clean["r"] != 0) != (corrupted["r"] != 0)
+    for position, expert in changed_visits[0, :, :n].nonzero().tolist()[:7]:
+        rows, change = slice(expert * size, (expert + 1) * size), torch.zeros_like(clean["z"])
+        here = 0, position, rows
+        per_weight = clean["w"][here] * clean["q"][here] * clean["u"][here]
+        weight = corrupted["r"][0, position, expert]
+        change[here] = (weight - clean["r"][0, position, expert]) * per_weight
+
+        def patch(r, hook, position=position, expert=expert, weight=weight):
+            r[0, position, 0, expert] = weight
+            return r
+
+        hooks = [("blocks.0.mlp.hook_router", patch)]
+        got = metric(model.run_with_hooks(CLEAN, fwd_hooks=hooks))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+        largest = max(largest, abs(expected - metric(plain(CLEAN))))
+    assert largest > 1e-4, "the control"
 
 
 @pytest.mark.parametrize("method", ["gradient", "integrated", "secant"])
