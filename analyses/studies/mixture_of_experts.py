@@ -4,11 +4,10 @@ A mixture has four experts in each layer, and its router chooses two of them. It
 usual loss that balances how often experts are chosen. Two dense models are trained on the same
 texts: one has as many neurons as a token of the mixture visits, and one has as many as all experts.
 
-Do experts specialise? Visits of an expert are 0 or 1 at every token of held-out texts. For a
-variable, such as the part of speech, the share that it explains is R², the variance between its
-values divided by the variance of the visits, summed over the experts of a layer. The next words are
-no part of the text that a router sees, so the variables are of the token itself and of the text so
-far. Two baselines are models before training, and parts of speech that are shuffled among words.
+Do experts specialise? A visit of an expert is 0 or 1 at every token of held-out texts. A variable,
+such as the part of speech, explains a share of the visits: the variance between its values, divided
+by the variance of the visits, both summed over the experts of a layer (R²). Two baselines are
+models before training, and parts of speech that are shuffled among words.
 
 Does agreement run through routing? Prompts differ in the subject's number (`tasks.agreement`).
 """
@@ -57,7 +56,7 @@ def balanced_loss(model: Any, tokens: Tensor) -> Tensor:
         seen.append(model(tokens, output_router_logits=True))
         return seen[0]
 
-    loss = english.loss_of(run, tokens)  # type: ignore[arg-type]
+    loss = english.loss_of(run, tokens)
     balance: Tensor = seen[0].aux_loss
     return loss + BALANCE * balance
 
@@ -251,26 +250,24 @@ def single_patches(model: Any, pairs: Contrast) -> Iterator[dict[str, Any]]:
     for name, kind in KINDS.items():
         if kind in kinds:
             sweep = p.activation_patch(model, pairs, sites=p.Sites.of_kinds([kind]), work=QUIET)
-            yield {
-                "measure": f"one of the {name}, largest",
-                "value": sweep.frame["score"].abs().max(),
-            }
+            largest = sweep.frame["score"].abs().max()
+            yield {"measure": f"one of the {name}, largest", "value": largest}
 
 
 def circuits_for(model: Any, find: Contrast, judge: Contrast) -> Iterator[dict[str, Any]]:
     """Yield the circuits for agreement, and what they keep on other pairs."""
-    is_mixture = "router" in host_of(model).kinds(0)
-    for candidates in ["all", ["heads", "neurons", "routers"]][: 1 + is_mixture]:
-        circuit = circuits.discover(
-            *(model, find), sites=candidates, faithfulness=WANTED, work=QUIET
-        )
+    candidates = {"heads and neurons": ["heads", "neurons"]}
+    if "router" in host_of(model).kinds(0):
+        candidates[WITH_ROUTERS] = ["heads", "neurons", "routers"]
+    for name, sites in candidates.items():
+        circuit = circuits.discover(model, find, sites=sites, faithfulness=WANTED, work=QUIET)
         kept = circuits.evaluate(model, circuit, judge, work=QUIET)
         kinds = circuit.frame["kind"].value_counts()
         yield {
-            "candidates": "heads and neurons" if candidates == "all" else WITH_ROUTERS,
+            "candidates": name,
             "n_sites": circuit.n_sites,
             "size": len(circuit),
-            **{name: int(kinds.get(kind, 0)) for name, kind in KINDS.items()},
+            **{word: int(kinds.get(kind, 0)) for word, kind in KINDS.items()},
             "faithfulness": circuit.faithfulness,
             "held out": kept.faithfulness,
             "error": kept.error,
@@ -333,7 +330,9 @@ def _spread(frame: pd.DataFrame, row: str, columns: list[str], value: str) -> pd
 def _said(values: "pd.Series[float]") -> str:
     if values.isna().all():
         return "–"
-    return f"{values.mean():z.2f} ({values.min():z.2f} to {values.max():z.2f})"
+    numbers = values.mean(), values.min(), values.max()
+    mean, low, high = (f"{round(x, 2) + 0.0:.2f}" for x in numbers)  # no "-0.00"
+    return f"{mean} ({low} to {high})"
 
 
 def figure(tables: Tables) -> Figure:
@@ -370,8 +369,10 @@ def facts(tables: Tables) -> dict[str, Any]:
     mixtures = measured[measured["arm"] == MIXTURE]
     by_experts = tables["visits"].query("model == 'trained'")
     kept = ["size", *KINDS, "faithfulness", "held out", "error"]
-    candidates = ["heads and neurons", WITH_ROUTERS]
     sizes = found.groupby(["arm", "candidates"], sort=False)[kept].mean()
+    parts = tables["parts"].query("model == 'trained' and seed == 0")
+    place = "L" + parts["layer"].astype(str) + "E" + parts["expert"].astype(str)
+    parts = parts.assign(place=place)
     return {
         "shares": specialised.groupby(["model", "layer", "variable"])["share"].mean(),
         "values": mixtures.groupby("measure")["value"].mean(),
@@ -379,8 +380,8 @@ def facts(tables: Tables) -> dict[str, Any]:
         "visits": by_experts["visits"],
         "runs": tables[""].groupby("arm", sort=False).mean(numeric_only=True),
         "losses": tables[""].pivot(index="seed", columns="arm", values="loss"),
-        "circuit": {arm: sizes.loc[arm, candidates[0]] for arm in N_NEURONS},
-        "routed": sizes.loc[MIXTURE, candidates[1]],
+        "circuit": {arm: sizes.loc[arm, "heads and neurons"] for arm in N_NEURONS},
+        "routed": sizes.loc[MIXTURE, WITH_ROUTERS],
         "MIXTURE": MIXTURE,
         "DENSE": DENSE,
         "LARGE": LARGE,
@@ -392,13 +393,7 @@ def facts(tables: Tables) -> dict[str, Any]:
         "agreement": _spread(measured, "measure", ["arm"], "value"),
         "circuits": sizes.reset_index(),
         "examples": by_experts.query("seed == 0")[["layer", "expert", "visits", "tokens"]],
-        "parts": tables["parts"]
-        .query("model == 'trained' and seed == 0")
-        .assign(
-            place=lambda rows: rows["layer"].map("L{}".format) + rows["expert"].map("E{}".format)
-        )
-        .pivot(index="part of speech", columns="place", values="share")
-        .reset_index(),
+        "parts": parts.pivot(index="part of speech", columns="place", values="share"),
     }
 
 
