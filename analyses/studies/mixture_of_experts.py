@@ -331,7 +331,7 @@ def _said(values: "pd.Series[float]") -> str:
     if values.isna().all():
         return "–"
     numbers = values.mean(), values.min(), values.max()
-    mean, low, high = (f"{round(x, 2) + 0.0:.2f}" for x in numbers)  # no "-0.00"
+    mean, low, high = (f"{x:.2f}".replace("-0.00", "0.00") for x in numbers)
     return f"{mean} ({low} to {high})"
 
 
