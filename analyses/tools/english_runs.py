@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from analyses.tools.small_english import (
     POOL,
@@ -78,7 +84,8 @@ class Plan:
         warmup: the number of steps in which the learning rate rises.
         decay: the number of steps at the end in which it falls; 0 if other runs continue this run.
         rows: the number of texts in a batch.
-        family: "llama" has gated MLPs and RMS norm; "gpt_neox" has plain MLPs and LayerNorm.
+        family: "llama" has gated MLPs and RMS norm; "gpt_neox" has plain MLPs and LayerNorm;
+            "mixtral" is "llama" with four experts of d_mlp / 2 neurons, of which two are chosen.
         check_every: the number of steps between rows of the curve.
         save_every: the number of steps between checkpoints, a multiple of `check_every`.
         read: the number of held-out texts.
@@ -97,7 +104,7 @@ class Plan:
     warmup: int = 50
     decay: int = 0
     rows: int = 32
-    family: Literal["llama", "gpt_neox"] = "llama"
+    family: Literal["llama", "gpt_neox", "mixtral"] = "llama"
     check_every: int = 100
     save_every: int = 200
     read: int = 512
@@ -116,10 +123,13 @@ class Plan:
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         names += ("num_attention_heads", "max_position_embeddings", "initializer_range")
         names += ("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters")
-        config = GPTNeoXConfig(
-            use_parallel_residual=False, **{name: getattr(plain, name) for name in names}
-        )
-        return bridged(GPTNeoXForCausalLM(config))
+        options = {name: getattr(plain, name) for name in names}
+        if self.family == "gpt_neox":
+            config = GPTNeoXConfig(use_parallel_residual=False, **options)
+            return bridged(GPTNeoXForCausalLM(config))
+        options |= {"intermediate_size": sizes.d_mlp // 2, "num_key_value_heads": sizes.n_heads}
+        mixture = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **options)
+        return bridged(MixtralForCausalLM(mixture))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -218,6 +228,23 @@ def training_of(plan: Plan, device: str, start: Done | None) -> Training:
     return Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
 
 
+def update(
+    plan: Plan,
+    training: Training,
+    step: int,
+    loss_of: Callable[[Any, Tensor], Tensor] = loss_of,
+) -> Tensor:
+    """Change the weights by one step of AdamW, and return the tokens of the step, [batch, pos]."""
+    tokens, model = batch(plan, step), training.model.original_model
+    training.optimizer.zero_grad()
+    loss_of(model, tokens.to(model.device)).backward()
+    clip_grad_norm_(training.model.parameters(), 1.0)
+    for group in training.optimizer.param_groups:
+        group["lr"] = plan.rate(step)
+    training.optimizer.step()
+    return tokens
+
+
 def run(
     plan: Plan,
     folder: Path,
@@ -244,16 +271,10 @@ def run(
     weights: dict[int, Weights] = {}  # by the number of growths so far
 
     def one(training: Training, step: int) -> dict[str, int]:
-        tokens, model, stage = batch(plan, step), training.model, len(training.history)
+        stage = len(training.history)
         if stage not in weights:
-            weights[stage] = read(model)
-        loss = loss_of(model.original_model, tokens.to(device))
-        training.optimizer.zero_grad()
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        for group in training.optimizer.param_groups:
-            group["lr"] = plan.rate(step)
-        training.optimizer.step()
+            weights[stage] = read(training.model)
+        tokens = update(plan, training, step)
         n_tokens = tokens.shape[0] * (tokens.shape[1] - 1)
         return {"tokens": n_tokens, "flops": step_flops(weights[stage], tokens)}
 

@@ -114,7 +114,8 @@ class HeadName:
         """Return the full name of a hook point; all heads of this kind in the layer share it.
 
         Args:
-            point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
+            point: "q", "k", "v", "attn_scores", "pattern", "z" or "result"; for routers, skip nodes
+                and error nodes, "z".
             model: a model with neuron-heads, converted or exposed; for an attention head, also a
                 model without neuron-heads.
 
@@ -135,6 +136,10 @@ class HeadName:
         """
         if point not in POINTS:
             raise InputError([f"got point={point!r}; expected one of {', '.join(POINTS)}"], NO_HEAD)
+        if self.kind in WIDE_KINDS and point != "z":
+            kinds = _PLURAL[self.kind]
+            reason = f"got {str(self)!r} with point={point!r}; {kinds} have only the point 'z'"
+            raise InputError([reason], NO_HEAD)
         self.require_in(model)
         if has_neuron_heads(model):
             name = host_of(model).hook_name(self.layer, self.kind, point)

@@ -292,6 +292,9 @@ def test_names():
     for wrong in (f"L1E{N}N0", f"L1E0N{SIZE}", "L1N7", "L1F0"):
         with pytest.raises(InputError, match="layer 1 has"):
             HeadName.parse(wrong).hook("z", model)
+    for point in ("pattern", "v", "result"):
+        with pytest.raises(InputError, match=f"got 'L1R' with point='{point}'; routers have only"):
+            HeadName.parse("L1R").hook(point, model)
     for unreadable in ("L1E3H2", "L1E3", "L1E3F2", "L1R0"):
         with pytest.raises(InputError, match="expected"):
             HeadName.parse(unreadable)

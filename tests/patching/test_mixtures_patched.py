@@ -15,7 +15,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, neurons, save, viz
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedCallError, UnsupportedModelError
 
 pytestmark = [
     pytest.mark.numeric,
@@ -114,6 +114,58 @@ def test_sweeps_of_routers(name, direction):
         expected = metric(plain(target, route=route, added=added))
         assert abs(got - expected) <= EXACT[name]
         largest = max(largest, abs(expected - before))
+    assert largest > 1e-4, "the control"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", EXACT)
+def test_whole_experts(name):
+    """All neurons of an expert are ablated by name, or come from the other run by a hook."""
+    model, (plain, clean, corrupted) = made(name), oracle(name)
+    (n, size), point = plain.sizes(), "blocks.0.mlp.hook_neuron_act"
+    for expert in range(n):
+        rows, change = slice(expert * size, (expert + 1) * size), torch.zeros_like(clean["z"])
+        change[..., rows] = -clean["z"][..., rows]
+        with p.ablated(model, [f"L0E{expert}N{i}" for i in range(size)]):
+            got = metric(model(CLEAN))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+        assert change.any() == (expected != metric(plain(CLEAN))), "the control"
+
+        def patch(z, hook, rows=rows):
+            z = z.clone()
+            z[:, :, rows, 0] = corrupted["z"][..., rows]
+            return z
+
+        change[..., rows] += corrupted["z"][..., rows]
+        got = metric(model.run_with_hooks(CLEAN, fwd_hooks=[(point, patch)]))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixtral", "qwen2", "granite"])
+def test_single_routing_weights(name):
+    """One expert's weight comes from the other run, also at tokens that visit it in one run."""
+    model, (plain, clean, corrupted) = made(name), oracle(name)
+    (n, size), largest = plain.sizes(), 0.0
+    changed_visits = (clean["r"] != 0) != (corrupted["r"] != 0)
+    for position, expert in changed_visits[0, :, :n].nonzero().tolist()[:7]:
+        rows, change = slice(expert * size, (expert + 1) * size), torch.zeros_like(clean["z"])
+        here = 0, position, rows
+        per_weight = clean["w"][here] * clean["q"][here] * clean["u"][here]
+        weight = corrupted["r"][0, position, expert]
+        change[here] = (weight - clean["r"][0, position, expert]) * per_weight
+
+        def patch(r, hook, position=position, expert=expert, weight=weight):
+            r[0, position, 0, expert] = weight
+            return r
+
+        hooks = [("blocks.0.mlp.hook_router", patch)]
+        got = metric(model.run_with_hooks(CLEAN, fwd_hooks=hooks))
+        expected = metric(plain(CLEAN, added=change @ plain.W_out()))
+        assert abs(got - expected) <= EXACT[name]
+        largest = max(largest, abs(expected - metric(plain(CLEAN))))
     assert largest > 1e-4, "the control"
 
 
@@ -356,6 +408,19 @@ def test_noise_of_routers_in_training_is_refused():
     model.train()
     with pytest.raises(InputError, match="noise on the inputs of routers is active"):
         p.activation_patch(model, CONTRAST, sites=["L0E1N3"])
+
+
+def test_a_replaced_forward_pass_of_experts_is_noticed():
+    """A graph is about the sum of the neurons' outputs, which the block no longer computes."""
+    model = exposed("mixtral")
+    circuits.attribution_graph(model, CONTRAST, top=10)
+    experts = model.blocks[1].mlp.original_component.experts
+    forward = experts.forward
+    experts.forward = lambda *args, **options: 1.01 * forward(*args, **options)
+    with pytest.raises(UnsupportedCallError, match="layer 1: the output of its mixture is no long"):
+        circuits.attribution_graph(model, CONTRAST, top=10)
+    experts.forward = forward
+    circuits.attribution_graph(model, CONTRAST, top=10)
 
 
 def test_refused(wordy, tmp_path):

@@ -43,6 +43,7 @@ from attn_only_lens.models.in_place.mlp_hooks import (
     activation_error,
 )
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, head_point
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _SHARED = "shared_expert", "shared_experts"
 _PARTS = {"gate", "router", "experts", "shared_expert_gate", *_SHARED}
@@ -253,6 +254,7 @@ class MixtureHeads(InPlace):
             )
         before = parts.weights(x, routing.index, routing.chosen)
         weights = before if passing.routing_rule is None else passing.routing_rule(self, x, before)
+        only_looks = weights is before
         if is_live(self.hook_router):
             weights = self.hook_router(weights.clone().unsqueeze(-2)).squeeze(-2)
         visits = parts.visits(weights)
@@ -263,17 +265,33 @@ class MixtureHeads(InPlace):
         values[self.layer, "visits"] = parts.of_neurons(visits, True)
         activated = self.gate.activation(q)
         z = self._through_hooks(q, up, lambda: activated * up)
+
+        def plain() -> PreActivation:
+            factor = up if weights is before else (u * parts.of_neurons(before)).to(u.dtype)
+            return activated * factor
+
         if passing.routing_rule is not None:  # the block's own code does not follow the rules
+            if only_looks:
+                self._require_sum(out, parts.output(plain(), before))
             return parts.output(z, weights).to(out.dtype)
-        plain = activated * (
-            up if weights is before else (u * parts.of_neurons(before)).to(u.dtype)
-        )
-        change = parts.output(z - plain, weights - before)
+        change = parts.output(z - plain(), weights - before)
         if self._results:
             W_out = self.W_out
             result: Tensor = self.hook_result(z.unsqueeze(-1) * W_out)
             change = change + result.sum(dim=-2) - z @ W_out
         return out + change.to(out.dtype)
+
+    def _require_sum(self, out: Residual, expected: Residual) -> None:
+        """Raise UnsupportedCallError if the block's output is not the sum of its neurons' outputs.
+
+        Graphs are about this sum. The experts' forward pass may have been replaced after exposing.
+        """
+        allowed = LOGIT_TOLERANCE[out.dtype] * out.abs().max()
+        message = (
+            f"layer {self.layer}: the output of its mixture is no longer the sum of the outputs of "
+            "its neuron-heads; call undo() and expose_neuron_heads again"
+        )
+        self.passing.require_small((out - expected).abs().max() / allowed, message)
 
     def _pairs(
         self, visits: Bool[Tensor, "batch pos expert"], before: Bool[Tensor, "batch pos expert"]
