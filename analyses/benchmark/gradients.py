@@ -180,7 +180,7 @@ def interpolated_embeddings(model: HookedTransformer, pairs: Pairs) -> list[Grad
 
 
 def interpolated_outputs(model: HookedTransformer, pairs: Pairs) -> list[Gradients]:
-    """Return mean gradients over runs with interpolated outputs of a sublayer (EAP-IG, activations).
+    """Return mean gradients over runs with interpolated outputs (EAP-IG, activations).
 
     At a part's output z, z itself is interpolated: Σ_α ∇_z m(z_0 + α Δz) / n · Δz, equation 3 of
     Marks et al. (arXiv 2403.19647). At a reader's input, gradients are means over such runs of all

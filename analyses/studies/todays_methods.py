@@ -167,7 +167,9 @@ def figure(rows: pd.DataFrame) -> Figure:
         for method in METHODS:
             line = some[some["method"] == method].sort_values("size")
             style = "k-" if method == "secant" else "-"
-            panel.plot(line["size"], line["error"].clip(0, 1), style, lw=1, marker=".", label=method)
+            panel.plot(
+                line["size"], line["error"].clip(0, 1), style, lw=1, marker=".", label=method
+            )
         panel.set(title=", ".join(names), xscale="log", xlabel="sites")
         panel.minorticks_off()
     panels[0].set_ylabel("error on held-out pairs")
@@ -183,7 +185,7 @@ def correlations(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def against_secants(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean correlation of each method minus that of secants, with intervals over pairs."""
+    """Return each method's mean correlation minus that of secants, with intervals over pairs."""
     keys = ["model", "pair", "direction", "kind"]
     wide = frame.pivot(index=keys, columns="method", values="magnitudes")
     less = wide.sub(wide["secant"], axis=0).drop(columns="secant")
@@ -198,7 +200,7 @@ def against_secants(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def errors(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return mean errors by size; a row for each method, and run at which its gradients are taken."""
+    """Return mean errors by size, with a row for each method and direction."""
     keys = [*by, "direction", "method"]
     return rows.pivot_table("error", keys, "size", sort=False).rename(columns=str)
 

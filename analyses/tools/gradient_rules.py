@@ -4,10 +4,8 @@ Every method estimates the effect of a patch of z by Σ g · Δz, where Δz is z
 patch comes from minus z of the patched run. The methods differ in the multipliers g:
 
     gradient               ∂m/∂z in the patched run: attribution patching (AtP)
-    AtP*                   GradDrop: the mean of |g · Δz| over the L layers, each of which is skipped
-                           in turn by the gradient, times L / (L - 1), because no gradient reaches a
-                           site if its own layer is skipped (Kramár et al., arXiv 2403.00745,
-                           section 3.1.2)
+    AtP*                   GradDrop: Σ |g · Δz| / (L - 1) over L gradients that skip one layer each;
+                           g is 0 if this is the site's layer (Kramár et al., arXiv 2403.00745)
     EAP-IG                 the mean gradient over runs whose embeddings are interpolated between the
                            two runs (Hanna et al., arXiv 2403.17806)
     EAP-IG, activations    the mean gradient over runs in which all z of the site's sublayer are
@@ -144,7 +142,7 @@ def interpolated_embeddings(runs: Runs) -> list[ByHook]:
 
 
 def interpolated_outputs(runs: Runs) -> list[ByHook]:
-    """Return mean gradients at z over runs in which this z is interpolated (EAP-IG, activations)."""
+    """Return mean gradients at each z over runs that interpolate it (EAP-IG, activations)."""
     target, result = runs.recordings[0], dict[str, Tensor]()
     for name in runs.names:
         steps = [
