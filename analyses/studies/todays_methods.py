@@ -2,12 +2,14 @@
 
 The methods are those of `analyses/tools/gradient_rules.py`. Every method gets the same pairs and
 the same recorded runs, and its multipliers are taken in the run that is patched: the corrupted run
-estimates denoising, the clean run noising. There are three tables:
+estimates denoising, the clean run noising. There are four tables:
 
     ""          correlations of estimates with exact patches, in both directions, by kind of head
     kept        what the highest-ranked sites keep, on the pairs that the ranking was made on, and
                 on other pairs of the same task ("held out")
     costs       floating-point operations, in forward passes of the pair, and seconds
+    labels      edges between heads, with labels K, Q and V, by Unpack and by this package's graphs,
+                compared with exact path patches
 
 SmolLM2, with `--smollm2 FOLDER`, is only in `kept`, because its exact patches would take hours.
 """
@@ -18,7 +20,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies import circuits_that_hold, contrast_vs_patching
@@ -26,12 +31,16 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools.benching import table
 from analyses.tools.flops import FlopCounter
 from analyses.tools.gradient_rules import METHODS, STEPS, Runs, sweep_of
+from analyses.tools.real_models import pairs, trained
 from analyses.tools.study_files import t_interval
-from attn_only_lens import Contrast, Work, expose_neuron_heads, load, tasks
+from analyses.tools.unpack_credit import edge_credit
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import ablated_model
 from attn_only_lens.circuits.stability import share_of_sums
+from attn_only_lens.engine.metrics import bind
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 Rows: TypeAlias = Iterator[dict[str, Any]]
 
@@ -44,6 +53,7 @@ SLOW = ("EAP-IG, activations",)
 """Methods that are left out on SmolLM2: a run for each sublayer and step would take hours."""
 NEAR = 0.005
 """Errors that differ by less are counted as equal, in the table of the best methods."""
+KINDS = ("q", "k", "value")
 STRUCTURES = ("prepositional", "relative")
 
 
@@ -82,7 +92,7 @@ def kept(model: Any, find: Contrast, judges: dict[str, Contrast], methods: Any =
         for method, sweep in sweeps(model, find, direction, methods).items()
     }
     frame = next(iter(rankings.values())).frame
-    for pairs, contrast in judges.items():
+    for name, contrast in judges.items():
         given = model, contrast.pair(model), contrast.metric, frame
         ablated = ablated_model(*given, ablation="resample", work=QUIET)
         sizes = [size for size in SIZES if size < len(frame)]
@@ -96,7 +106,7 @@ def kept(model: Any, find: Contrast, judges: dict[str, Contrast], methods: Any =
         shares = (share_of_sums(x - nothing, whole - nothing, ablated.weights)[0] for x in left)
         for key, share, error in zip(chosen, shares, ablated.errors(left), strict=True):
             names = dict(zip(("direction", "method", "size"), key, strict=True))
-            yield {"pairs": pairs, **names, "faithfulness": share, "error": error}
+            yield {"pairs": name, **names, "faithfulness": share, "error": error}
 
 
 def costs(model: Any, contrast: Contrast) -> Rows:
@@ -111,6 +121,66 @@ def costs(model: Any, contrast: Contrast) -> Rows:
             function(runs)
         seconds = time.perf_counter() - started
         yield {"method": method, "passes": cost.total / unit.total, "seconds": seconds}
+
+
+def labels(model: Any, contrast: Contrast) -> Rows:
+    """Yield how well |edges| between heads agree with |path patches|, by label K, Q and V.
+
+    An edge goes from a head to a head, summed over positions. `spearman` is the rank correlation
+    with the mean of denoising and noising, and `share` the label's share of Σ |weight|.
+    """
+    pair = contrast.pair(model)
+    exposed = expose_neuron_heads(model, copy=True).model
+    one_run = Contrast(contrast.clean, None, contrast.metric)
+    exact = pd.concat([_path_patches(exposed, contrast, part) for part in KINDS]).sort_index()
+    every = {"Unpack": edge_credit(model, pair.clean[0], _weights(exposed, contrast))}
+    for name, runs in (("graph of one run", one_run), ("secant graph", contrast)):
+        edges = circuits.attribution_graph(exposed, runs, sites="heads").edges
+        heads = {end: edges[end].str.partition("@")[0] for end in ("source", "target")}
+        every[name] = edges.assign(**heads)
+    for method, edges in every.items():
+        sums = edges.groupby(["source", "target", "kind"])["weight"].sum()
+        sizes = sums.reindex(exact.index).fillna(0.0).abs()
+        for kind in KINDS:
+            some, truth = (x.xs(kind, level="kind") for x in (sizes, exact))
+            row = {"method": method, "kind": kind, "share": some.sum() / sizes.sum()}
+            yield row | {"spearman": float(spearmanr(some, truth).statistic)}
+        row = {"method": method, "kind": "all", "share": 1.0}
+        yield row | {"spearman": float(spearmanr(sizes, exact).statistic)}
+
+
+def _weights(model: Any, contrast: Contrast) -> Tensor:
+    """Return the metric's gradient at the logits of the last token."""
+    pair = contrast.pair(model)
+    with torch.enable_grad():
+        logits = model(pair.clean).detach().requires_grad_()
+        metric = bind(contrast.metric, model, pair, logits).of_logits(logits)
+        (gradient,) = torch.autograd.grad(metric, logits)
+    return gradient[0, -1]
+
+
+def _path_patches(model: Any, contrast: Contrast, part: str) -> "pd.Series[float]":
+    """Return |path patch| of all edges between heads into one part, the mean of both directions."""
+    edges, total = p.Edges(p.Sites("heads", "all"), "heads", part), 0.0
+    for direction in DIRECTIONS:
+        patch = p.path_patch(model, contrast, edges, direction=direction, work=QUIET)
+        total = total + abs(patch.effect.to_numpy()) / 2
+    ends = patch.frame[["sender", "receiver"]].astype(str).assign(kind=part, size=total)
+    index = ["source", "target", "kind"]
+    return ends.set_axis([*index, "size"], axis=1).set_index(index)["size"]
+
+
+def with_labels(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast]]]:
+    """Yield HookedTransformers that Unpack explains: with LayerNorm, without gated MLPs."""
+    if setting.smoke:
+        cfg = {"n_layers": 2, "d_model": 12, "n_heads": 2, "d_head": 6, "d_mlp": 17, "n_ctx": 16}
+        config = HookedTransformerConfig(**cfg, d_vocab=19, act_fn="gelu", seed=0)
+        tiny = HookedTransformer(config).to(torch.float64)
+        tokens = torch.randint(19, (7, 5), generator=torch.Generator().manual_seed(0))
+        yield "tiny", tiny, list(pairs(tiny, tokens, 1, 0))
+    for name, source, tokens in trained(setting.models, setting.device, smoke=setting.smoke):
+        if name.startswith(("char", "sort")):
+            yield name, source, list(pairs(source, tokens, 3, 0))
 
 
 def held_out(setting: Setting) -> Iterator[tuple[str, str, Any, Contrast]]:
@@ -137,7 +207,11 @@ def same_length(model: Any, contrast: Contrast) -> Contrast:
 
 def run(setting: Setting) -> Tables:
     """Measure all models."""
-    rows: dict[str, list[dict[str, Any]]] = {"": [], "kept": [], "costs": []}
+    rows: dict[str, list[dict[str, Any]]] = {"": [], "kept": [], "costs": [], "labels": []}
+    for name, source, some in with_labels(setting):
+        for pair, contrast in enumerate(some):
+            about = {"model": name, "pair": pair}
+            rows["labels"] += (about | row for row in labels(source, contrast))
     few = Setting(**vars(setting) | {"smollm2": None})
     for subject in tqdm(contrast_vs_patching.subjects(few), "models"):
         for pair, contrast in enumerate(subject.few):
@@ -211,11 +285,23 @@ def least(rows: pd.DataFrame) -> pd.DataFrame:
     for (model, task, direction), some in rows.groupby(["model", "task", "direction"], sort=False):
         wide = some.pivot(index="method", columns="size", values="error").reindex(list(METHODS))
         names = {
-            str(size): ", ".join(column.index[column <= column.min() + NEAR])
+            str(size): "; ".join(column.index[column <= column.min() + NEAR])
             for size, column in wide.items()
         }
         found.append({"model": model, "task": task, "gradients for": direction} | names)
     return pd.DataFrame(found)
+
+
+def alone(rows: pd.DataFrame) -> tuple["pd.Series[int]", int]:
+    """Return how often each method has the least error by more than `NEAR`, and of how many.
+
+    A case is a task, a direction and a size.
+    """
+    keys = ["model", "task", "direction", "size"]
+    wide = rows.pivot(index=keys, columns="method", values="error")
+    first, second = np.sort(wide.fillna(np.inf).to_numpy(), axis=1)[:, :2].T
+    wins = wide[second - first > NEAR].idxmin(axis=1).value_counts()
+    return wins.reindex(list(METHODS), fill_value=0), len(wide)
 
 
 def fixed(frame: pd.DataFrame, digits: int = 3) -> str:
@@ -236,7 +322,8 @@ def facts(tables: Tables) -> dict[str, Any]:
     judged = kept[kept["pairs"] == "held out"]
     means = correlations(tables[""])
     ours = means.loc["secant"]
-    at_40 = judged[judged["size"] == 40].groupby("method", sort=False)["error"].mean()
+    at_40 = judged[judged["size"] == 40].groupby(["model", "method"], sort=False)["error"].mean()
+    found = tables["labels"]
     costs = tables["costs"].groupby("method", sort=False)[["passes", "seconds"]].median()
     return {
         **{"fixed": fixed, "errors": errors, "near": NEAR, "steps": STEPS},
@@ -257,8 +344,15 @@ def facts(tables: Tables) -> dict[str, Any]:
         "same": kept[kept["pairs"] == "same"],
         "judged": judged,
         "least": least(judged),
-        "at_40": at_40.sort_values(),
+        "alone": alone(judged),
+        "at_40": {name: at_40[name].sort_values() for name in judged["model"].unique()},
         "costs": costs,
+        "labels": found.pivot_table("spearman", ["model", "method"], "kind", sort=False),
+        "label_shares": found[found["kind"] != "all"].pivot_table(
+            "share", ["model", "method"], "kind", sort=False
+        ),
+        "paths": found[found["kind"] == "all"].groupby("method", sort=False)["spearman"].mean(),
+        "n_labelled": len(found[["model", "pair"]].drop_duplicates()),
         "n_pairs": tables[""].drop_duplicates(["model", "pair"]).groupby("model").size(),
         "n_find": N_FIND,
         "n_judge": N_JUDGE,

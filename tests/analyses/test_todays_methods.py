@@ -5,6 +5,7 @@ rules are those of the papers: detached tensors, hooks on gradients, and a softm
 pass of its own.
 """
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -204,16 +205,30 @@ def test_sweeps_are_those_of_the_package_where_it_has_the_method(direction):
         assert own.effect.abs().max() > 0.01
 
 
+def random_model(**options):
+    """Return a HookedTransformer with random parameters."""
+    from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
+
+    sizes = {"d_model": 6, "n_heads": 2, "d_head": 3, "d_mlp": 5, "n_ctx": 7, "d_vocab": 11}
+    return randomise(
+        HookedTransformer(HookedTransformerConfig(**sizes, **options)).to(torch.float64)
+    )
+
+
 @needs_hooked_transformer
 def test_the_arms_of_the_benchmark_are_the_same_methods():
     """Independent code: hooks on a HookedTransformer, and the functions for neuron-heads."""
     from analyses.benchmark import gradients as g
-    from analyses.benchmark import tasks
+    from analyses.benchmark.tasks import Pairs
 
-    task = tasks.problem(tasks.load("pair_balance"), "disguised").task
-    pairs = task.pairs[-1]
-    n = len(pairs.clean)
-    exposed = expose_neuron_heads(task.model, copy=True).model
+    model = random_model(n_layers=LAYERS, act_fn="relu")
+    weights = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).double()
+    clean, corrupted = (
+        torch.tensor([[3, 8, 1, 4, 4], [2, 7, 9, 1, 5]]),
+        torch.tensor([[3, 0, 1, 4, 6]]),
+    )
+    pairs, n = Pairs(clean, corrupted.expand(2, -1).clone(), weights), 2
+    exposed = expose_neuron_heads(model, copy=True).model
     runs = rules.Runs(exposed, pairs.contrast, "denoise")
     host = rules.host_of(exposed)
     for way, method in (
@@ -223,7 +238,7 @@ def test_the_arms_of_the_benchmark_are_the_same_methods():
         (g.held_patterns, rules.held),
         (g.softened, rules.interactions),
     ):
-        here, there = way(task.model, pairs), method(runs)
+        here, there = way(model, pairs), method(runs)
         assert len(here) == len(there)
         for one, other in zip(here, there, strict=True):
             for layer in range(host.n_layers):
@@ -247,3 +262,116 @@ def test_covectors_of_gim_add_up_at_the_embedding():
         total = sum(x.sum(0) for *_, x in g.read_covectors(task.model, gradients))
         expected = gradients.by_hook["blocks.0.hook_resid_pre"]
         assert torch.allclose(total, expected, atol=1e-8) == adds_up, way
+
+
+def normalised(x, beta):
+    """Unpack's division of credit: shares of a signed sum, but never of less than β Σ |x|."""
+    total, size = sum(x.values()), sum(map(abs, x.values()))
+    if size == 0:
+        return {}
+    divisor = max(abs(total), beta * size) * (1 if total >= 0 else -1)
+    return {key: value / divisor for key, value in x.items()}
+
+
+def paths_by_recursion(model, tokens, weights, beta):
+    """Follow every path of Unpack from the metric to the embedding, one by one."""
+    _, cache = model.run_with_cache(tokens[None], return_cache_object=False)
+    a = {name.removeprefix("blocks."): x[0] for name, x in cache.items()}
+    writes = {"embed": a["hook_embed"] + a["hook_pos_embed"]}
+    for layer, block in enumerate(model.blocks):
+        for head in range(model.cfg.n_heads):
+            z = a[f"{layer}.attn.hook_z"][:, head]
+            writes[f"L{layer}H{head}"] = z @ block.attn.W_O[head]
+        writes[f"L{layer}M"] = a[f"{layer}.mlp.hook_post"] @ block.mlp.W_out
+    found = Counter()
+
+    def centred(x):
+        return x - x.mean()
+
+    def read(name, pos, layer, norm):
+        module = getattr(model.blocks[layer], norm)
+        return centred(writes[name][pos]) / a[f"{layer}.{norm}.hook_scale"][pos] * module.w
+
+    def visit(name, pos, credit, depth):
+        if name == "embed":
+            return
+        layer = int(name[1])
+        order = [*writes]
+        first = order.index(f"L{layer}H0") if "H" in name else order.index(name)
+        before, block = order[:first], model.blocks[layer]
+
+        def pass_on(kind, given, at, contributions):
+            for source, part in normalised(contributions, beta).items():
+                found[source, name, kind] += given * part
+                visit(source, at, given * part, depth + 1)
+
+        if "M" in name:
+            post, pre = (a[f"{layer}.mlp.hook_{x}"][pos] for x in ("post", "pre"))
+            out, key = block.mlp.W_out, block.mlp.W_in
+            toward = [
+                float(centred(row) @ d) if depth == 0 else float(row @ (post @ out)) for row in out
+            ]
+            way = sum(post[j] / pre[j] * toward[j] * key[:, j] for j in range(len(post)))
+            parts = {x: float(read(x, pos, layer, "ln2") @ way) for x in before}
+            pass_on("in", credit, pos, parts)
+            return
+        head, attn = int(name[3:]), block.attn
+        values, pattern = a[f"{layer}.attn.hook_v"], a[f"{layer}.attn.hook_pattern"]
+        output = sum(
+            pattern[h, pos, s] * values[s, h] @ attn.W_O[h]
+            for h in range(model.cfg.n_heads)
+            for s in range(pos + 1)
+        )
+        by_source = {}
+        for s in range(pos + 1):
+            moved = values[s, head] @ attn.W_O[head]
+            aligned = centred(moved) @ d if depth == 0 else moved @ output
+            by_source[s] = float(pattern[head, pos, s] * aligned)
+        q, k = (a[f"{layer}.attn.hook_{x}"][:, head] for x in "qk")
+        for s, share in normalised(by_source, beta).items():
+            third = credit * share / 3
+            keys, queries = (
+                {
+                    x: [float(score(read(x, t if moves else pos, layer, "ln1"), t)) for t in every]
+                    for x in before
+                }
+                for every in [range(pos + 1)]
+                for moves, score in (
+                    (True, lambda c, t: q[pos] @ (c @ attn.W_K[head])),
+                    (False, lambda c, t: k[t] @ (c @ attn.W_Q[head])),
+                )
+            )
+            for kind, at, logits in (("k", s, keys), ("q", pos, queries)):
+                parts = {x: row[s] - sum(row) / len(row) for x, row in logits.items()}
+                pass_on(kind, third, at, parts)
+            parts = {
+                x: float(read(x, s, layer, "ln1") @ attn.W_V[head] @ values[s, head])
+                for x in before
+            }
+            pass_on("value", third, s, parts)
+
+    last = len(tokens) - 1
+    d = model.ln_final.w / a["ln_final.hook_scale"][last] * (model.W_U @ weights)
+    for name in writes:
+        credit = float(centred(writes[name][last]) @ d)
+        found[name, "metric", "value"] += credit
+        visit(name, last, credit, 0)
+    return found
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_credit_of_edges_is_the_sum_over_unpacks_paths():
+    from analyses.tools.unpack_credit import edge_credit
+
+    model = random_model(n_layers=2, act_fn="gelu")
+    tokens, weights = torch.tensor([3, 8, 1]), torch.zeros(11, dtype=torch.float64)
+    weights[[2, 5]] = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    for beta in (0.8, 0.3):
+        expected = paths_by_recursion(model, tokens, weights, beta)
+        credit = edge_credit(model, tokens, weights, beta)
+        found = dict(zip(zip(*(credit[x] for x in ("source", "target", "kind")), strict=True),
+                         credit["weight"], strict=True))  # fmt: skip
+        assert {*expected} <= {*found}
+        assert found == pytest.approx({edge: expected[edge] for edge in found}, abs=1e-9)
+        assert max(map(abs, found.values())) > 0.1
