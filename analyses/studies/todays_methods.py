@@ -323,6 +323,7 @@ def facts(tables: Tables) -> dict[str, Any]:
     means = correlations(tables[""])
     ours = means.loc["secant"]
     at_40 = judged[judged["size"] == 40].groupby(["model", "method"], sort=False)["error"].mean()
+    same = kept[kept["pairs"] == "same"]
     found = tables["labels"]
     costs = tables["costs"].groupby("method", sort=False)[["passes", "seconds"]].median()
     return {
@@ -341,7 +342,8 @@ def facts(tables: Tables) -> dict[str, Any]:
         "by_model": tables[""].pivot_table(
             "magnitudes", ["model", "direction", "kind"], "method", sort=False
         )[list(METHODS)],
-        "same": kept[kept["pairs"] == "same"],
+        "same": same,
+        "same_at_40": same[same["size"] == 40].groupby("method")["error"].mean().sort_values(),
         "judged": judged,
         "least": least(judged),
         "alone": alone(judged),
