@@ -225,7 +225,14 @@ def run(setting: Setting) -> Tables:
         judges = {"found on": contrast[:N_FIND], "held out": contrast[N_FIND:][:N_JUDGE]}
         measured = kept(model, contrast[:N_FIND], judges, methods)
         rows["kept"] += ({"model": name, "pair": 0, "task": task} | row for row in measured)
-    return {part: pd.DataFrame(some) for part, some in rows.items()}
+    tables = {part: pd.DataFrame(some) for part, some in rows.items()}
+    return tables | {"kept": over_pairs(tables["kept"])}
+
+
+def over_pairs(kept: pd.DataFrame) -> pd.DataFrame:
+    """Return means over the pairs of a model."""
+    keys = ["model", "task", "pairs", "direction", "method", "size"]
+    return kept.groupby(keys, sort=False)[["faithfulness", "error"]].mean().reset_index()
 
 
 # The page
