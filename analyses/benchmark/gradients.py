@@ -12,7 +12,12 @@ They differ in the gradient, in the corrupted run unless another place is named:
     AtP*        GradDrop: the sum over runs in which the gradient skips one layer, and for queries
                 and keys the exact change of the attention pattern (Kramár et al. 2024)
     EAP-IG      the mean over 5 runs with interpolated embeddings (Hanna et al. 2024)
+    EAP-IG, activations
+                the mean over 5 runs in which a sublayer's outputs are interpolated: for a node, its
+                own sublayer's (Marks et al. 2024); for an edge, each sublayer's in turn
     RelP        patterns and norm scales held constant (Rezaei Jafari et al. 2025)
+    GIM         norm scales held constant, the softmax at temperature 2, and gradients divided by
+                the number of factors of a product (Edin et al. 2025)
     integrated  integrated gradients: for each sublayer, the mean over 5 runs in which the stream
                 next to it is interpolated between the two runs. For each sublayer, the products
                 of these gradients with the changes of all writers nearly add up to Δmetric.
@@ -34,6 +39,9 @@ from analyses.benchmark.tracr_edges import Edge
 from attn_only_lens.tl import HookedTransformer
 
 STEPS = 5
+TEMPERATURE = 2.0
+SHARES = {"attn.hook_q": 1 / 4, "attn.hook_k": 1 / 4, "attn.hook_v": 1 / 2}
+"""The shares of gradients that GIM passes on to a product's factors."""
 _ENDS = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "mlp.hook_pre")
 _KEPT = (*_ENDS, "mlp.hook_post", "hook_resid_pre", "hook_resid_mid", "hook_resid_post")
 _SCALES = ("hook_scale", "hook_pattern")
@@ -108,6 +116,47 @@ def dropped(model: HookedTransformer, pairs: Pairs) -> list[Gradients]:
     return every
 
 
+def softened(model: HookedTransformer, pairs: Pairs) -> list[Gradients]:
+    """Return the gradients of GIM (arXiv 2505.17630), whose forward pass is the model's.
+
+    The paper changes three rules. LayerNorm freeze: scales are constants. Temperature-adjusted
+    softmax gradients: for p = softmax(s), the gradient at s is p' (g - Σ p' g) with p' =
+    softmax(s / 2). Gradient normalisation: each factor of a product gets half of its gradient, so
+    values get 1/2, and queries and keys, factors of a factor, 1/4.
+    """
+    scores: _Numbers = {}
+
+    def remember(x: Tensor, hook: Any) -> None:
+        scores[hook.name.removesuffix("hook_attn_scores")] = x
+
+    def soften(pattern: Tensor, hook: Any) -> Tensor:
+        x = scores[hook.name.removesuffix("hook_pattern")]
+        return pattern.detach() + TEMPERATURE * _change((x / TEMPERATURE).softmax(-1))
+
+    def share(x: Tensor, hook: Any) -> Tensor:
+        return x.detach() + _share(hook.name) * _change(x)
+
+    rules = {"hook_scale": lambda x, hook: x.detach(), "hook_attn_scores": remember,
+             "hook_pattern": soften, **dict.fromkeys(SHARES, share)}  # fmt: skip
+    hooks = [(partial(_has_end, end), rule) for end, rule in rules.items()]
+    by_hook = _gradients(model, pairs.corrupted, pairs.weights, hooks)
+    passed = {name: g * _share(name) for name, g in by_hook.items()}
+    return [Gradients(passed, activations(model, pairs.corrupted))]
+
+
+def _has_end(end: str, name: str) -> bool:
+    return name.endswith(end)
+
+
+def _share(name: str) -> float:
+    return next((x for end, x in SHARES.items() if name.endswith(end)), 1.0)
+
+
+def _change(x: Tensor) -> Tensor:
+    """Return 0 with the gradient of x."""
+    return x - x.detach()
+
+
 def _replace(stream: Tensor, x: Tensor, hook: Any) -> Tensor:
     return stream
 
@@ -128,6 +177,25 @@ def interpolated_embeddings(model: HookedTransformer, pairs: Pairs) -> list[Grad
     """Return mean gradients over runs with interpolated embeddings (EAP-IG)."""
     runs = [activations(model, tokens) for tokens in (pairs.corrupted, pairs.clean)]
     return [Gradients(_along(model, pairs, runs, "blocks.0.hook_resid_pre"), runs[0])]
+
+
+def interpolated_outputs(model: HookedTransformer, pairs: Pairs) -> list[Gradients]:
+    """Return mean gradients over runs with interpolated outputs (EAP-IG, activations).
+
+    At a part's output z, z itself is interpolated: Σ_α ∇_z m(z_0 + α Δz) / n · Δz, equation 3 of
+    Marks et al. (arXiv 2403.19647). At a reader's input, gradients are means over such runs of all
+    sublayers and of the embedding, as in the code that Hanna et al. published.
+    """
+    runs = [activations(model, tokens) for tokens in (pairs.corrupted, pairs.clean)]
+    written: _Numbers = {}
+    read: _Numbers = {}
+    points = ["blocks.0.hook_resid_pre", *_outputs(model, runs[0])]
+    for point in points:
+        along = _along(model, pairs, runs, point)
+        written[point] = along[point]
+        for name, g in along.items():
+            read[name] = read.get(name, 0.0) + g / len(points)
+    return [Gradients(read | written, runs[0])]
 
 
 def integrated(model: HookedTransformer, pairs: Pairs) -> list[Gradients]:

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool
 from typing_extensions import TypedDict
 
-from attn_only_lens.arguments import as_plain
+from attn_only_lens.arguments import as_plain, one_of
 from attn_only_lens.circuits.ablated_model import Ablation
+from attn_only_lens.circuits.mib import write_mib_circuit
 from attn_only_lens.circuits.stability import INCLUSION, MEASURES, Stability
 from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import CheckpointError, InputError
@@ -32,6 +33,7 @@ MISSING = (
     "or with `attn-only-lens patch` in a shell."
 )
 _SHOWN = 20
+_Format: TypeAlias = Literal["attn_only_lens", "mib"]
 
 
 _Table: TypeAlias = dict[str, list[int | float | str | None]]
@@ -186,11 +188,20 @@ class Circuit:
             random=(),
         )
 
-    def save(self, path: str | Path) -> None:
+    def save(
+        self, path: str | Path, *, format: _Format = "attn_only_lens", model: Any = None
+    ) -> None:
         """Write the circuit to a JSON file atomically.
+
+        Args:
+            path: the file.
+            format: "attn_only_lens", which `load` reads back exactly; or "mib", for the evaluation
+                of the MIB benchmark (`circuits/mib.py`).
+            model: for MIB, the model of the circuit.
 
         Raises:
             CheckpointError: the file cannot be written.
+            InputError: an option is wrong, or MIB has no place for some sites of the circuit.
 
         Example:
             >>> import tempfile, torch
@@ -204,7 +215,14 @@ class Circuit:
             >>> again.frame["effect"].equals(circuit.frame["effect"])
             True
         """
-        _DOCUMENT.write(path, circuit=self.body())
+        reasons = one_of(*get_args(_Format)).reasons(format=format)
+        if format != "mib" and model is not None:
+            reasons.append(f"got a model with format={format!r}; expected 'mib'")
+        InputError.raise_if(reasons, "this circuit cannot be written")
+        if format == "mib":
+            write_mib_circuit(path, self.frame, model)
+        else:
+            _DOCUMENT.write(path, circuit=self.body())
 
     def body(self) -> CircuitBody:
         """Return the circuit's attributes as lists, dicts and numbers that JSON can store."""

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ import pandas as pd
 from attn_only_lens.arguments import POSITIVE, SHARE, one_of
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.export import read_attributes, write_graph
+from attn_only_lens.circuits.mib import write_mib_graph
 from attn_only_lens.circuits.neuronpedia import write_neuronpedia
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
@@ -51,7 +52,7 @@ PATTERN_KINDS = ("q", "k", "gate")
 EDGE_KINDS = ("value", *PATTERN_KINDS, "routing")
 NODE_COLUMNS = ("id", "kind", "layer", "name", "position", "value", "gradient", "attribution")
 EDGE_COLUMNS = ("source", "target", "kind", "weight")
-Format: TypeAlias = Literal["attn_only_lens", "neuronpedia"]
+Format: TypeAlias = Literal["attn_only_lens", "neuronpedia", "mib"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _PROBLEM = "this is not a valid attribution graph"
 _Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -145,21 +146,24 @@ class CircuitGraph:
         format: Format = "attn_only_lens",
         labels: Mapping[str, str] = MappingProxyType({}),
         groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        model: Any = None,
     ) -> None:
         """Write the graph to a JSON file atomically.
 
         Args:
             path: the file.
-            format: "attn_only_lens", which `load` reads back exactly; or "neuronpedia", for the
-                viewers of Neuronpedia and circuit-tracer (`circuits/neuronpedia.py`).
+            format: "attn_only_lens", which `load` reads back exactly; "neuronpedia", for the
+                viewers of Neuronpedia and circuit-tracer (`circuits/neuronpedia.py`); or "mib", for
+                the evaluation of the MIB benchmark (`circuits/mib.py`).
             labels: for Neuronpedia, labels by node id, such as `why.labels`; labels of sites that
                 are no nodes of this graph are not used, and the metric's label is its name.
             groups: for Neuronpedia, node ids by the name of a group: its supernodes.
+            model: for MIB, the model of the graph.
 
         Raises:
             CheckpointError: the file cannot be written.
-            InputError: labels or groups are given for another format, are of the wrong type, or a
-                group has an unknown node.
+            InputError: an option is given for another format, or is wrong; or the format has no
+                place for some nodes of the graph.
 
         Example:
             >>> import tempfile, torch
@@ -174,13 +178,17 @@ class CircuitGraph:
             True
         """
         reasons = one_of(*FORMATS).reasons(format=format)
-        if format == FORMATS[0] and (labels or groups):
+        if format != "neuronpedia" and (labels or groups):
             reasons.append(f"got labels or groups with format={format!r}; expected 'neuronpedia'")
+        if format != "mib" and model is not None:
+            reasons.append(f"got a model with format={format!r}; expected 'mib'")
         InputError.raise_if(reasons, "this graph cannot be written")
-        if format == FORMATS[0]:
-            write_graph(path, vars(self))
-        else:
+        if format == "neuronpedia":
             write_neuronpedia(path, self, labels, groups)
+        elif format == "mib":
+            write_mib_graph(path, self, model)
+        else:
+            write_graph(path, vars(self))
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def test_what_is_made_again_is_in_the_record(tmp_path):
     }
 
 
-HOOKED = {"exactness_by_gate", "known_circuits", "train_attention_only"}
+HOOKED = {"exactness_by_gate", "known_circuits", "todays_methods", "train_attention_only"}
 RUNS = [
     pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED))
     for name in study.names()
