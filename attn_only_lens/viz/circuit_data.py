@@ -48,6 +48,7 @@ class _Meta(BaseModel):
     notes: list[str] = []
     corrupted: list[str] = []
     caption: list[str] = []
+    marks: dict[str, str] = {}
     roles: dict[str, NonNegativeInt | None] = {}
 
 

@@ -238,7 +238,10 @@ def _of_transfer(matrix: pd.DataFrame) -> "go.Figure":
 
 def empty_figure() -> "go.Figure":
     """Return a figure without traces."""
-    return import_extra("plotly.graph_objects").Figure()
+    import_extra("plotly.graph_objects")
+    from attn_only_lens.viz.static_figure import StaticFigure  # needs plotly
+
+    return StaticFigure()
 
 
 def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":

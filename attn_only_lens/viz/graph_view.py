@@ -115,7 +115,8 @@ def circuit_view(
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     if isinstance(graph, Comparison):
-        results = [x for x in vars(overlays).values() if x is not overlays.notes]
+        texts = overlays.notes, overlays.marks
+        results = [x for x in vars(overlays).values() if all(x is not text for text in texts)]
         others = [x for x in (model, contrast, *results, *overlays.notes, *notes) if x is not None]
         given = [*map(a_type, others), *[f"prompt={prompt!r}"] * (prompt != 0)]
         refuse(*[f"got {some} with a comparison; expected only `state`" for some in given[:1]])
@@ -181,6 +182,7 @@ def circuit_view(
         ],
         "groups": measured,
         "caption": caption(graph, prompt, n_prompts),
+        "marks": dict(overlays.marks),
         "additive": list(EDGE_KINDS) if of_difference else ["value"],
     }
     shown_first: dict[str, Any] = {"kinds": meta["additive"]} if of_difference else {}

@@ -68,7 +68,7 @@ class Page(HTMLParser):
         if tag == "link" and not _FOLLOWED & set(values.get("rel", "").lower().split()):
             self.loads.append(values.get("href", ""))
         if "srcdoc" in values:
-            framed = Page(values["srcdoc"])
+            framed = Page(unpacked(values["srcdoc"]))
             self.loads += framed.loads
             self.links += [link for link in framed.links if not link.startswith("#")]
 
