@@ -305,7 +305,7 @@ def _why_none(
     if rejected is not None:
         least, n, changed = rejected
         return (
-            f"{n} with a similarity of at least {least:.2f} changed the faithfulness to "
+            f"{n} groups with a similarity of at least {least:.2f} changed the faithfulness to "
             f"{changed:.2f} when one number replaced each of them, which is more than "
             f"tolerance={tolerance:g} allows; pass a larger tolerance="
         )

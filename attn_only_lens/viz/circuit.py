@@ -79,12 +79,12 @@ def circuit_page(
             meaning of that column; `lead`, strings that the page shows first, and `notes`, strings
             that it folds; `caption`, sentences below the picture, and `marks`, more of them by the
             mark in a name that they explain; `corrupted`, the tokens of the corrupted prompt, if
-            the details have its patterns; `roles`, for columns that are roles: by name, the index of the role's token in
-            `tokens`, or None (nodes' `position` then counts roles); `additive`, the kinds of edges
-            that sum to attributions (by default "value"); and `groups`, the `members`, `effect` and
-            `sum_of_effects` of groups that were measured. If some of these edges come
-            from a node of the kind "rest", a bar in every node shows the part of its inflow that is
-            drawn (see `circuit_view`).
+            the details have its patterns; `roles`, for columns that are roles: by name, the index
+            of the role's token in `tokens`, or None (nodes' `position` then counts roles);
+            `additive`, the kinds of edges that sum to attributions (by default "value"); and
+            `groups`, the `members`, `effect` and `sum_of_effects` of groups that were measured. If
+            some of these edges come from a node of the kind "rest", a bar in every node shows the
+            part of its inflow that is drawn (see `circuit_view`).
         details: by id, or by name for all positions of a node; fields by id take precedence.
         state: what the page shows at first, as in `circuit_view`.
 

@@ -345,7 +345,7 @@ def _chip(kind: str, name: str, mark: str, text: str) -> _Sample:
     box = f'<rect x="-13" y="-7" width="26" height="14" rx="{corner}"{slanted}'
     empty = ' style="fill:none"' * (name not in STATUSES and name != "outside")
     inside = f"{box}{empty}/>{_text(0, 0, mark, '', '0.35em') * bool(mark)}"
-    return 28, f'<g class="node {kind} {name}" transform="translate(14,0)">{inside}</g>', text
+    return 28, f'<g class="chip node {kind} {name}" transform="translate(14,0)">{inside}</g>', text
 
 
 def _stroke(name: str, path: str, width: float) -> str:

@@ -18,7 +18,7 @@ _MIME_TYPE = "application/vnd.plotly.v1+json"
 _WIDTH, _RIGHT, _LEAST_LEFT = 900, 30, 60
 _COLOUR_BAR = 150  # the width of a heatmap's colour bar, with its labels
 _SMALL, _LARGE, _LINE = 12, 15, 20  # font sizes, and the height of a line of the title
-_CHARACTER = 0.6  # the mean width of a character, as a share of the font size
+_CHARACTER = 0.55  # the mean width of a character, as a share of the font size
 _FONT = "'Open Sans', Verdana, Arial, sans-serif"
 _INK, _GRID, _ZERO = "#2a3f5f", "#dfe3ea", "#444444"
 _DARK = 0.5  # texts on cells with a smaller luminance are white
@@ -78,15 +78,16 @@ def _heatmap(figure: go.Figure) -> str:
 
 def _bars(figure: go.Figure) -> str:
     names = list(figure.layout.yaxis.categoryarray)[::-1]  # from the top
-    left, top, right = _left([_plain(name) for name in names]), figure.layout.margin.t, 0.0
+    left, top = _left([_plain(name) for name in names]), figure.layout.margin.t
     right = float(_WIDTH - _RIGHT)
     tall = _height(figure, []) / len(names)
     ends = [(0.0, 0.0)]
     for trace in figure.data:
         for x, error in zip(trace.x, _errors(trace), strict=True):
             ends.append((x - error, x + error))
-    ticks = _ticks(min(a for a, _ in ends), max(b for _, b in ends))
-    low, high = ticks[0], ticks[-1]
+    low, high = min(a for a, _ in ends), max(b for _, b in ends)
+    low, high = low * 1.05, high * 1.05 or 1.0 * (low == 0)
+    ticks = [tick for tick in _ticks(low, high) if low <= tick <= high]
 
     def across(value: float) -> float:
         return left + (value - low) / (high - low) * (right - left)
@@ -228,7 +229,7 @@ def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers from below `low` to above `high`, at equal distances."""
     apart = (high - low) / 5
     size = 10.0 ** np.floor(np.log10(apart)) if apart > 0 else 1.0
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= apart)
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= 0.8 * apart)
     first, last = np.floor(low / step + 1e-9), np.ceil(high / step - 1e-9)
     return [float(round(i * step, 12)) for i in range(int(first), int(last) + 1)]
 

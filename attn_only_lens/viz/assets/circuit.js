@@ -726,7 +726,7 @@
   // --- Legend ----------------------------------------------------------------------------------
   // Samples of what is drawn: the width of each, how to draw it around y = 0, and its text.
   const chip = (kind, cls, mark, text) => ({ width: 28, text, draw: (box) => {
-    const made = box.append("g").attr("class", `node ${kind} ${cls}`).attr("transform", "translate(14,0)");
+    const made = box.append("g").attr("class", `chip node ${kind} ${cls}`).attr("transform", "translate(14,0)");
     const filled = cls in STATUS || cls === "outside";
     made.append("rect").attr("x", -13).attr("y", -7).attr("width", 26).attr("height", 14)
       .attr("rx", Math.min(corner[kind] ?? 0, 7)).attr("transform", slanted(kind)).style("fill", filled ? null : "none");
