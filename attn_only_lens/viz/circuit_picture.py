@@ -92,7 +92,8 @@ def circuit_picture(data: _Data, title: str) -> str:
     band = '<rect class="band" x="{:.0f}" y="{:.1f}" width="{:.0f}" height="{:.0f}"/>'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="circuit" width="{placed.width:.0f}" '
-        f'height="{height:.0f}" viewBox="0 {-top} {placed.width:.0f} {height:.0f}" role="img">',
+        f'height="{height:.0f}" viewBox="0 {-top} {placed.width:.0f} {height:.0f}" '
+        'style="max-width:100%;height:auto" role="img">',
         f"<title>{escape(title)}</title><style>{style}</style>",
         f'<rect class="back" y="{-top}" width="{placed.width:.0f}" height="{height:.0f}"/>',
         *(_text(8, 19 - top + _TITLE_LINE * i, line, "title") for i, line in enumerate(titles)),

@@ -129,7 +129,8 @@ def _svg(figure: go.Figure, parts: Sequence[str], middle: float, bottom: float) 
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
-            f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="{_FONT}" role="img">',
+            f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="{_FONT}" '
+            'style="max-width:100%;height:auto" role="img">',
             f"<title>{escape(_plain(title[0]))}</title>",
             _box(0, 0, _WIDTH, height, "#ffffff"),
             *parts,
