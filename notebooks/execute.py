@@ -4,8 +4,8 @@
     python notebooks/execute.py 02 04
 
 A page with patterns needs a 1.3 MB script, so it is stored as a screenshot from a headless Chromium
-(`make browser`), and is interactive only if you run the notebook. Other pages are stored unchanged,
-and figures of plotly with the static picture that the package draws.
+(`make browser`), and is interactive only if you run the notebook. The same holds for figures of
+plotly without a picture. Other pages and figures are stored unchanged.
 
 A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares the digest with
 the code, executes the notebooks again, and compares the outputs.
@@ -23,6 +23,7 @@ from pathlib import Path
 from shutil import which
 
 import nbformat
+import plotly.io
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -75,9 +76,12 @@ def with_pictures(notebook: NotebookNode) -> NotebookNode:
         for cell in notebook.cells:
             for output in cell.get("outputs", []):
                 data = output.get("data", {})
+                page = framed(data.get("text/html", ""))
                 if PLOTLY in data:
                     data["text/plain"] = FIGURE
-                page = framed(data.get("text/html", ""))
+                    if "image/svg+xml" not in data:  # not a figure of this package
+                        figure = plotly.io.from_json(json.dumps(data[PLOTLY]))
+                        page = figure.to_html(config={"displayModeBar": False})
                 if len(page) > LARGEST_PAGE:
                     text = data["text/plain"]
                     output.data = {"image/png": photograph(page), "text/plain": text}

@@ -20,6 +20,8 @@ from gathered import public
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import get_plugin_logger
 
+from attn_only_lens.viz.page import unpacked
+
 MODULES = (
     "",
     ".patching",
