@@ -2,9 +2,9 @@
 
 `tokenizer.decode([id])` treats the token as the start of a text, where SentencePiece tokenizers
 drop the space before a word. To get the text that a token has after other tokens, with this space,
-`decode([id])` is removed from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word (`the</w>`
-in OpenAI GPT), the space after the word belongs to the token. Bytes that do not form a complete
-character are written like `<0xE2>`.
+`decode([id])` is removed from the beginning of `decode([id, id])`. If a vocabulary marks the end of
+a word (`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that do not
+form a complete character are written like `<0xE2>`.
 """
 
 import re

@@ -291,16 +291,10 @@ class Explanation:
             *self._selection,
             *[
                 f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
-                "difference or more if they are patched alone. The numbers are these two shares; "
-                "if they are negative, the site acts against the answer."
+                "difference or more if they are patched alone. If the two shares are negative, the "
+                "site acts against the answer."
             ]
             * bool(set(table["id"]) - nodes),
-            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
-            "or ↓ the answer whose logit the change of the node's output between these runs raises "
-            "or lowers most by the direct path; by pattern, or by both pattern and value: what "
-            "carries the node's share, if not mainly its value."
-            + f" Sign disputed: {_DISPUTED}."
-            * any(", sign disputed" in x for x in names.values()),
         ]
         if (tokens := self.attribution.tokens) is not None:
             lead.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")

@@ -199,7 +199,7 @@ def _drawing(
         "columns": columns,
         "places": places,
         "by_role": bool(meta.get("roles")),
-        "axes": _axis_names(meta),
+        "axes": meta.get("axes") or _axis_names(meta),
         "axis": axis,
         "below": below,
         "axis_width": [round(_CHARACTER * n, 1) for n in cells],

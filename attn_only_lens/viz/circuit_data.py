@@ -49,6 +49,7 @@ class _Meta(BaseModel):
     corrupted: list[str] = []
     caption: list[str] = []
     marks: dict[str, str] = {}
+    axes: tuple[str, str] | None = None
     roles: dict[str, NonNegativeInt | None] = {}
 
 

@@ -172,6 +172,7 @@ def comparison_circuit(comparison: Comparison, state: Mapping[str, Any] | None =
         "value": about["values"]["grown"]["clean"],
         "model": f"{model}, " * bool(model) + "original against grown",
         "notes": notes,
+        "axes": ("role", "number") if by_name else None,
     }
     return circuit_page(drawn, edges, meta, state=state)
 

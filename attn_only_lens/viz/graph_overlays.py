@@ -40,8 +40,8 @@ class Overlays:
             `denoise` and `noise`, which are shares of the difference between two runs. A site
             that is not a node of the graph is drawn in grey, without edges.
         notes: texts that say how to read these results; the page folds them.
-        marks: what marks in the names of nodes mean, such as {"←": "← names a token."}; the picture
-            says it below the drawing, if a name in it contains the mark.
+        marks: what marks in the names of nodes mean, such as {"←": "← names a token."}; the notes
+            and the picture say it, if a name contains the mark.
 
     Raises:
         InputError: a result has another type, or the examples lack columns; the error lists every

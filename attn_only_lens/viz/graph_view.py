@@ -171,7 +171,8 @@ def circuit_view(
         "exact": "" if exact is None else what_is_exact(graph, exact),
         "lead": list(notes),
         "notes": [
-            *(*overlays.notes, *notes_about(graph, prompt, n_prompts)),
+            *(*overlays.notes, *_meanings(overlays.marks, state)),
+            *notes_about(graph, prompt, n_prompts),
             *[_BOTH_RUNS] * (of_difference and has_details),
             *(note for part in parts for note in part.notes),
             *[f"Prompt {prompt} has no token of these roles: {absent}; see the other prompts."]
@@ -210,6 +211,12 @@ def _reasons(graph: CircuitGraph, model: Any, contrast: Contrast | None) -> list
     if (name := as_metric(contrast.metric).name) != graph.metric:
         reasons.append(f"got a contrast with the metric {name}; the graph's is {graph.metric}")
     return reasons
+
+
+def _meanings(marks: Mapping[str, str], state: Mapping[str, Any] | None) -> list[str]:
+    """Return what those marks mean that names of nodes contain."""
+    names = str((state or {}).get("names", ""))
+    return [meaning for mark, meaning in marks.items() if mark in names]
 
 
 def _fewer_edges(graph: CircuitGraph) -> tuple[CircuitGraph, list[str]]:

@@ -154,28 +154,26 @@ def _column_labels(
     columns: Sequence[str], left: float, wide: float, bottom: float, is_sparse: bool
 ) -> list[str]:
     """Return labels below columns, turned if they are too wide; in sparse axes, some of them."""
-    step = max(1, -(-16 // max(1, int(wide)))) if is_sparse else 1
-    is_turned = _is_turned(columns, wide)
+    turned, size = _turned(columns, wide), 10 if wide < 17 else _SMALL
+    step = max(1, -(-12 // max(1, int(wide)))) if is_sparse else 1
+    anchor, y = ("end", bottom + 8) if turned else ("middle", bottom + 14)
     return [
-        _text(
-            left + wide * (j + 0.5) + 4 * is_turned,
-            bottom + (10 if is_turned else 14),
-            name,
-            anchor="end" if is_turned else "middle",
-            turned=-45 if is_turned else 0,
-        )
+        _text(left + wide * (j + 0.5), y, name, size, anchor, turned=turned)
         for j, name in enumerate(columns)
         if j % step == 0
     ]
 
 
-def _is_turned(columns: Sequence[str], wide: float) -> bool:
-    return max(map(len, columns)) * _SMALL * _CHARACTER > wide - 4
+def _turned(columns: Sequence[str], wide: float) -> int:
+    """Return by how many degrees labels of columns have to be turned so that they fit."""
+    longest = max(map(len, columns)) * _SMALL * _CHARACTER
+    return 0 if longest <= wide - 4 else -45 if wide >= 17 else -90
 
 
 def _depth(columns: Sequence[str], wide: float) -> float:
     """Return the height of the labels below the columns."""
-    return 24 + _is_turned(columns, wide) * 0.7 * max(map(len, columns)) * _SMALL * _CHARACTER
+    share = {0: 0.0, -45: 0.7, -90: 0.9}[_turned(columns, wide)]
+    return 24 + share * max(map(len, columns)) * _SMALL * _CHARACTER
 
 
 def _colour_bar(trace: Any, x: float, top: float, height: float) -> list[str]:
