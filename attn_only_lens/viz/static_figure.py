@@ -8,11 +8,12 @@ traces of this package's figures are drawn: one heatmap, or horizontal bars.
 import re
 from collections.abc import Sequence
 from html import escape, unescape
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+
+from attn_only_lens.viz.page import import_extra
 
 _MIME_TYPE = "application/vnd.plotly.v1+json"
 _WIDTH, _RIGHT, _LEAST_LEFT = 900, 30, 60
@@ -46,7 +47,7 @@ class StaticFigure(go.Figure):  # type: ignore[misc]
     def _ipython_display_(self) -> None:
         bundle = self._repr_mimebundle_()
         if _MIME_TYPE in bundle:
-            import_module("IPython.display").display(bundle, raw=True)
+            import_extra("IPython.display").display(bundle, raw=True)
         else:  # another renderer, such as a browser
             super()._ipython_display_()
 
