@@ -8,7 +8,7 @@ traces of this package's figures are drawn: one heatmap, or horizontal bars.
 import re
 from collections.abc import Sequence
 from html import escape, unescape
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import plotly.graph_objects as go
@@ -16,16 +16,18 @@ import plotly.graph_objects as go
 from attn_only_lens.viz.page import import_extra
 
 _MIME_TYPE = "application/vnd.plotly.v1+json"
-_WIDTH, _RIGHT, _LEAST_LEFT = 900, 30, 60
-_COLOUR_BAR = 150  # the width of a heatmap's colour bar, with its labels
+_WIDTH = 760  # fits into a notebook's cell in a window of 900 pixels
+_RIGHT, _LEAST_LEFT = 30, 60  # margins
+_COLOUR_BAR = 115  # the width of a heatmap's colour bar, with its labels
 _SMALL, _LARGE, _LINE = 12, 15, 20  # font sizes, and the height of a line of the title
 _CHARACTER = 0.55  # the mean width of a character, as a share of the font size
 _FONT = "'Open Sans', Verdana, Arial, sans-serif"
 _INK, _GRID, _ZERO = "#2a3f5f", "#dfe3ea", "#444444"
+_Colour: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 _DARK = 0.5  # texts on cells with a smaller luminance are white
 
 
-class StaticFigure(go.Figure):  # type: ignore[misc]
+class StaticFigure(go.Figure):
     """A plotly figure with the attribute `picture`, an SVG of the figure, or None."""
 
     @property
@@ -155,7 +157,7 @@ def _column_labels(
     columns: Sequence[str], left: float, wide: float, bottom: float, is_sparse: bool
 ) -> list[str]:
     """Return labels below columns, turned if they are too wide; in sparse axes, some of them."""
-    turned, size = _turned(columns, wide), 10 if wide < 17 else _SMALL
+    turned, size = _turned(columns, wide), _SMALL if wide >= 17 else max(8, min(10, int(wide)))
     step = max(1, -(-12 // max(1, int(wide)))) if is_sparse else 1
     anchor, y = ("end", bottom + 8) if turned else ("middle", bottom + 14)
     return [
@@ -193,7 +195,7 @@ def _colour_bar(trace: Any, x: float, top: float, height: float) -> list[str]:
     return parts
 
 
-def _colour(trace: Any, value: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _colour(trace: Any, value: float) -> _Colour:
     """Return the red, green and blue of a value on the trace's colour scale, 0 to 255."""
     places, colours = zip(*trace.colorscale, strict=True)
     share = (value - trace.zmin) / (trace.zmax - trace.zmin)
@@ -208,8 +210,8 @@ def _rgb(colour: str) -> list[float]:
     return [float(number) for number in re.findall(r"[\d.]+", colour)[:3]]
 
 
-def _hex(colour: Sequence[float]) -> str:
-    return "#" + "".join(f"{round(part):02x}" for part in colour)
+def _hex(colour: _Colour) -> str:
+    return "#" + "".join(f"{round(part):02x}" for part in colour.tolist())
 
 
 def _cell(trace: Any, i: int, j: int) -> str:

@@ -56,7 +56,7 @@ def test_each_cell_has_its_value_s_colour_at_its_row_and_column(direction):
     for box in shapes(figure, "rect"):
         for i, y in enumerate(rows):
             for j, x in enumerate(columns):
-                inside = box["x"] < x < box["x"] + box["width"] < 800
+                inside = box["x"] < x < box["x"] + box["width"] < 700
                 if inside and box["y"] < y < box["y"] + box["height"] and box["height"] < 60:
                     cells[i, j] = box["fill"]
     assert len(cells) == trace.z.size
