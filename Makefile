@@ -29,8 +29,8 @@ ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CP
 # What runs with transformer-lens 3.9; with 4, everything runs that can.
 WITH_3_9 := -m "hooked or both_versions"
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
-EXAMPLES := tests/examples.py README.md docs/how_do_i.md docs/circuits.md docs/growth.md docs/layouts.md \
-	docs/patching.md docs/tasks.md docs/theory.md docs/transcoders.md
+EXAMPLES := tests/examples.py README.md docs/how_do_i.md docs/circuits.md docs/faithfulness.md docs/graphs.md \
+	docs/growth.md docs/layouts.md docs/patching.md docs/tasks.md docs/theory.md docs/transcoders.md docs/weights.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

@@ -3,9 +3,9 @@
     python notebooks/execute.py             # all of them; `make notebooks`
     python notebooks/execute.py 02 04
 
-A plotly figure needs a 5 MB script, and a page with patterns needs a 1.3 MB script. So figures and
-such pages are stored as screenshots from a headless Chromium (`make browser`), and are interactive
-only if you run the notebook. A smaller page, such as the page of a circuit, is stored unchanged.
+A page with patterns needs a 1.3 MB script, so it is stored as a screenshot from a headless Chromium
+(`make browser`), and is interactive only if you run the notebook. The same holds for figures of
+plotly without a picture. Other pages and figures are stored unchanged.
 
 A digest of the code is stored with the outputs: `tests/test_notebooks.py` compares the digest with
 the code, executes the notebooks again, and compares the outputs.
@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
 from shutil import which
-from typing import Any
 
 import nbformat
 import plotly.io
@@ -29,12 +28,13 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from attn_only_lens.storage import write_text
+from attn_only_lens.viz.page import unpacked
 
 FOLDER = Path(__file__).parent
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PLOTLY = "application/vnd.plotly.v1+json"
 FIGURE = "a figure of plotly"
-LARGEST_PAGE = 1_000_000
+LARGEST_PAGE = 1_000_000  # characters of HTML
 _WIDTH = 900
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -71,28 +71,27 @@ def digest(notebook: NotebookNode) -> str:
 
 
 def with_pictures(notebook: NotebookNode) -> NotebookNode:
-    """Return the notebook with pictures in place of figures and of pages too large to store."""
+    """Return the notebook with screenshots in place of pages that are too large to store."""
     with _camera() as photograph:
         for cell in notebook.cells:
             for output in cell.get("outputs", []):
-                page = _page(output.get("data", {}))
-                if page is not None:
-                    text = output.data["text/plain"]
+                data = output.get("data", {})
+                page = framed(data.get("text/html", ""))
+                if PLOTLY in data:
+                    data["text/plain"] = FIGURE
+                    if "image/svg+xml" not in data:  # not a figure of this package
+                        figure = plotly.io.from_json(json.dumps(data[PLOTLY]))
+                        page = figure.to_html(config={"displayModeBar": False})
+                if len(page) > LARGEST_PAGE:
+                    text = data["text/plain"]
                     output.data = {"image/png": photograph(page), "text/plain": text}
     return notebook
 
 
-def _page(data: dict[str, Any]) -> str | None:
-    """Return the HTML of an output that must be stored as a picture, or None."""
-    if PLOTLY in data:
-        figure = json.dumps(data[PLOTLY])
-        data["text/plain"] = FIGURE
-        return plotly.io.from_json(figure).to_html(config={"displayModeBar": False})
-    html = data.get("text/html", "")
+def framed(html: str) -> str:
+    """Return the page in an output's frame; "" if it has no frame."""
     frame = html.partition("<iframe")[2].partition('srcdoc="')[2].partition('"')[0]
-    if frame and len(html) > LARGEST_PAGE:
-        return unescape(frame)
-    return None
+    return unpacked(unescape(frame))
 
 
 @contextmanager

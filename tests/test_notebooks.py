@@ -22,6 +22,7 @@ from plotly.basedatatypes import BaseFigure
 pytestmark = pytest.mark.numeric
 
 NOTEBOOKS = execute.NOTEBOOKS
+KINDS = "image/png", "text/plain", "text/html", "image/svg+xml"
 # A number, unless it is part of a name such as L0N142 or float64.
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 
@@ -108,13 +109,15 @@ def test_outputs_are_there_small_and_of_no_machine(path):
         assert output.output_type in ("display_data", "execute_result", "stream")
         assert output.get("name") != "stderr"
         data = output.get("data", {"text/plain": output.get("text")})
-        assert set(data) <= {"text/plain", "text/html", "image/png", "image/svg+xml"}
+        assert set(data) <= {*KINDS, execute.PLOTLY}
+        assert execute.PLOTLY not in data or "image/svg+xml" in data
         kinds.update(list(data))
-        for text in (text for kind, text in data.items() if kind != "image/png"):
+        for text in (text for kind, text in data.items() if kind in KINDS[1:]):
             assert not elsewhere(text)
+            assert not elsewhere(execute.framed(text))
             assert not re.search(r"/(tmp|home|root|work|Users)/|site-packages", text)
     assert kinds["text/html"] >= 1
-    assert kinds["text/html"] + kinds["image/png"] >= 3
+    assert kinds["text/html"] + kinds["image/png"] + kinds[execute.PLOTLY] >= 3
 
 
 def elsewhere(html):

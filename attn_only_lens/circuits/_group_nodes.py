@@ -74,6 +74,7 @@ class NodeGroups:
         group_faithfulness: the faithfulness if each group is also replaced by one number for each
             prompt.
         similarity: the smallest average similarity within a group.
+        why_none: why there are no groups, and what to change; "" if there are groups.
     """
 
     frame: pd.DataFrame
@@ -81,11 +82,14 @@ class NodeGroups:
     faithfulness: float
     group_faithfulness: float
     similarity: float
+    why_none: str = ""
 
     def __len__(self) -> int:
         return len(self.frame)
 
     def __repr__(self) -> str:
+        if self.why_none:
+            return f"no groups among {len(self.nodes)} nodes: {self.why_none}"
         inside = int((self.nodes["group"] >= 0).sum())
         return (
             f"{len(self)} groups of {inside} of {len(self.nodes)} nodes; faithfulness "
@@ -162,12 +166,15 @@ def group_nodes(
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
+    rejected: tuple[float, int, float] | None = None
     # The last threshold is above 1, so no nodes are grouped if all other thresholds fail.
     for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
         if abs(changed - faithfulness) <= tolerance:
             break
+        if members:
+            rejected = float(least), len(members), changed
     every = np.arange(len(sites))
     patched = [[row] for row in rows] + [rows[group] for group in members]
     left = grouped.faithfulness([np.delete(every, some) for some in patched])
@@ -192,6 +199,7 @@ def group_nodes(
         faithfulness=faithfulness,
         group_faithfulness=changed,
         similarity=round(float(least), 2),
+        why_none="" if members else _why_none(heads, distance, similarity, tolerance, rejected),
     )
 
 
@@ -284,6 +292,32 @@ def _clusters(
         clusters = [rows[of_each == label] for label in np.unique(of_each)]
         groups += [cluster for cluster in clusters if len(cluster) > 1]
     return groups
+
+
+def _why_none(
+    heads: pd.DataFrame,
+    distance: Float[np.ndarray, "node node"],
+    similarity: float,
+    tolerance: float,
+    rejected: tuple[float, int, float] | None,
+) -> str:
+    """Say why no nodes were grouped; `rejected` are the last groups that changed the metric."""
+    if rejected is not None:
+        least, n, changed = rejected
+        return (
+            f"{n} groups with a similarity of at least {least:.2f} changed the faithfulness to "
+            f"{changed:.2f} when one number replaced each of them, which is more than "
+            f"tolerance={tolerance:g} allows; pass a larger tolerance="
+        )
+    places = heads.groupby(["kind", "position"], observed=True).ngroup().to_numpy()
+    pairs = np.triu(places[:, None] == places, 1)
+    if not pairs.any():
+        return "no two of them have the same kind and the same position"
+    most = 1 - distance[pairs].min()
+    return (
+        f"the two most similar ones of the same kind at the same position have a similarity of "
+        f"{most:.2f}; pass similarity={np.floor(20 * most) / 20:g} to group them"
+    )
 
 
 def _names(

@@ -195,6 +195,7 @@ def circuit(
         raise AttnOnlyLensError("--resume needs --corrupted: only a pair has a search to resume")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
+    from attn_only_lens.explanation.labelled_view import labelled_view
     from attn_only_lens.viz import circuit_view, write
     from attn_only_lens.work import Work
 
@@ -210,8 +211,10 @@ def circuit(
         graph = circuits.attribution_graph(loaded, contrast, sites=sites, top=nodes)
     if out.suffix == ".json":
         graph.save(out)
-    else:
+    elif minimal is None:
         write(circuit_view(graph, loaded, contrast), out)
+    else:
+        write(labelled_view(graph, loaded, contrast), out)
     if minimal is not None:
         typer.echo(repr(minimal).partition("\n")[0])
     _print_largest(graph, top)

@@ -1,10 +1,10 @@
 """Convert strings to tokens and back with any tokenizer, and find words unknown to the tokenizer.
 
 `tokenizer.decode([id])` treats the token as the start of a text, where SentencePiece tokenizers
-drop the space before a word. To get the token's text in the middle of a text, `decode([id])` is
-removed from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word (`the</w>`
-in OpenAI GPT), the space after the word belongs to the token. Bytes that do not form a complete
-character are written like `<0xE2>`.
+drop the space before a word. To get the text that a token has after other tokens, with this space,
+`decode([id])` is removed from the beginning of `decode([id, id])`. If a vocabulary marks the end of
+a word (`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that do not
+form a complete character are written like `<0xE2>`.
 """
 
 import re
@@ -180,7 +180,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
+    """Return the texts of a prompt's tokens; `known` has the text of each token after others."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])

@@ -12,9 +12,14 @@ import pandas as pd
 from attn_only_lens.circuits._evaluate import Evaluation
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.graph import PATTERN_KINDS, CircuitGraph
+from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import joined, require_model
+from attn_only_lens.explanation.labelled_view import (
+    MARKS,
+    attribution_by_pattern,
+    names_of_nodes,
+)
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 from attn_only_lens.explanation.node_descriptions import STRONGER, short_token
 from attn_only_lens.explanation.strong_sites import single_effects
@@ -28,7 +33,6 @@ from attn_only_lens.viz.page import Page
 _DIRECT = 0.01  # name the direct path from tokens to the metric from this share on
 _FAR = 0.5  # warn if everything else keeps more than this, or less than minus this
 _NARROW = 0.2  # warn if the sites carry less than this share of the difference
-_BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the circuit's own run (the clean tokens, with all other sites of the "
@@ -222,14 +226,13 @@ class Explanation:
         than 1. Column `disputed` is true if both effects have the opposite sign to the share, so
         that the share's sign cannot be trusted.
         """
-        edges, nodes = self.graph.edges, self.graph.heads.set_index("id")
-        through = edges[edges["kind"].isin(PATTERN_KINDS)].groupby("target")["weight"].sum()
+        nodes = self.graph.heads.set_index("id")
         share = nodes["attribution"] / self.graph.value
         effects = single_effects(self.patches)
         is_node = effects.index.isin(nodes.index)
         rows = effects[is_node | (effects.abs().max(axis=1) >= self.strong)].copy()
         rows["share"] = share
-        rows["by_pattern"] = (through / self.graph.value).reindex(nodes.index, fill_value=0.0)
+        rows["by_pattern"] = attribution_by_pattern(self.graph) / self.graph.value
         rows["by_value"] = rows["share"] - rows["by_pattern"]
         rows["id"], rows["does"] = rows.index, rows.index.map(self.does).fillna("")
         rows["token"] = [self._token(site.partition("@")[2]) for site in rows["id"]]
@@ -265,18 +268,18 @@ class Explanation:
                 page shows them, and names a neuron after the token at which its output is largest.
         """
         require_model(self.model)
-        labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
+        labels, peaks = dict(self.labels), peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:
                 labels[node] = f"{name} at “{short_token(peaks[name])}”"
-        table, nodes = self.table(), set(self.graph.heads["id"])
+        table, names = self.table(), names_of_nodes(self.graph, labels)
+        nodes = set(names)
         for row in table.to_dict("records"):
-            names[row["id"]] = label = labels[row["id"]]
             if row["id"] in nodes:
-                label += _by(row["by_pattern"], row["by_value"])
-                names[row["id"]] = label + ", sign disputed" * row["disputed"]
+                names[row["id"]] += ", sign disputed" * row["disputed"]
             else:
-                names[row["id"]] += f" ({row['denoise']:.2f}, {row['noise']:.2f})"
+                alone = f" ({row['denoise']:.2f}, {row['noise']:.2f})"
+                names[row["id"]] = labels[row["id"]] + alone.replace("-", "−")
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         lead = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -288,16 +291,10 @@ class Explanation:
             *self._selection,
             *[
                 f"Grey: sites outside the circuit that restore or remove {self.strong:g} of the "
-                "difference or more if they are patched alone. The numbers are these two shares; "
-                "if they are negative, the site acts against the answer."
+                "difference or more if they are patched alone. If the two shares are negative, the "
+                "site acts against the answer."
             ]
             * bool(set(table["id"]) - nodes),
-            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ "
-            "or ↓ the answer whose logit the change of the node's output between these runs raises "
-            "or lowers most by the direct path; by pattern, or by both pattern and value: what "
-            "carries the node's share, if not mainly its value."
-            + f" Sign disputed: {_DISPUTED}."
-            * any(", sign disputed" in x for x in names.values()),
         ]
         if (tokens := self.attribution.tokens) is not None:
             lead.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
@@ -309,6 +306,7 @@ class Explanation:
                 *(self.patches["noise"], examples, circuit.stability),
                 alone=table[["id", "denoise", "noise"]],
                 notes=notes,
+                marks=MARKS,
             ),
             notes=lead,
             state={"names": names},
@@ -398,11 +396,3 @@ def _indented(text: str) -> str:
 
 def _percent(value: float) -> str:
     return f"{round(value, 2) + 0.0:.0%}"  # adding 0.0 turns -0% into 0%
-
-
-def _by(by_pattern: float, by_value: float) -> str:
-    """Return ", by pattern" or ", by both" if a node does not act mainly through its value."""
-    pattern, value = abs(by_pattern), abs(by_value)
-    if min(pattern, value) > _BOTH * (pattern + value):
-        return ", by both"
-    return ", by pattern" * (pattern > value)

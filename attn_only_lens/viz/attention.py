@@ -144,7 +144,7 @@ def attention_view(
     title = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
     below = (
         "<h2>Attention heads</h2><p class='note'>Blue is the weight of a query on a key, 0 to 1; "
-        "point at a cell for the number.</p><div id='heads'></div>"
+        "point at a cell for the number.</p><div id='heads' class='light-only'></div>"
     )
     main = f'<main id="attention"><div id="neurons"></div>{below * bool(attention)}</main>'
     page = page_of_tokens(title, f"{len(texts)} tokens", main, data, "attention", libraries)

@@ -1,8 +1,9 @@
 """Render a circuit as an interactive page and as a static picture.
 
-`assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
-data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
-between them. The static picture shows this initial view; Python draws it, without a browser.
+`assets/circuit.js` draws the page with parts of d3.js (`vendor/`); the page contains all scripts,
+and the data as JSON. At first, the page shows only the strongest nodes, and edges of the kind
+"value" between them. The static picture shows this initial view; Python draws it, without a
+browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,19 @@ from attn_only_lens.viz.page import (
     visible_token,
 )
 
-_SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
+_D3 = (
+    "color",
+    "dispatch",
+    "ease",
+    "interpolate",
+    "selection",
+    "timer",
+    "drag",
+    "transition",
+    "zoom",
+)
+"""The parts of d3 that `assets/circuit.js` needs; a part follows those on which it depends."""
+_SCRIPTS = (*(f"vendor/d3-{part}.min.js" for part in _D3), "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
 _CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # parts of a box's width in pixels
 _LONGEST = 28  # characters of a label
@@ -64,14 +77,14 @@ def circuit_page(
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
             meaning of that column; `lead`, strings that the page shows first, and `notes`, strings
-            that it folds; `caption`, strings below
-            the drawing; `corrupted`, the tokens of the corrupted prompt, if the details have its
-            patterns; `roles`, for columns that are roles: by name, the index of the role's token in
-            `tokens`, or None (nodes' `position` then counts roles); `additive`, the kinds of edges
-            that sum to attributions (by default "value"); and `groups`, the `members`, `effect` and
-            `sum_of_effects` of groups that were measured. If some of these edges come
-            from a node of the kind "rest", a bar in every node shows the part of its inflow that is
-            drawn (see `circuit_view`).
+            that it folds; `caption`, sentences below the picture, and `marks`, more of them by the
+            mark in a name that they explain; `corrupted`, the tokens of the corrupted prompt, if
+            the details have its patterns; `roles`, for columns that are roles: by name, the index
+            of the role's token in `tokens`, or None (nodes' `position` then counts roles);
+            `additive`, the kinds of edges that sum to attributions (by default "value"); and
+            `groups`, the `members`, `effect` and `sum_of_effects` of groups that were measured. If
+            some of these edges come from a node of the kind "rest", a bar in every node shows the
+            part of its inflow that is drawn (see `circuit_view`).
         details: by id, or by name for all positions of a node; fields by id take precedence.
         state: what the page shows at first, as in `circuit_view`.
 
@@ -186,10 +199,12 @@ def _drawing(
         "columns": columns,
         "places": places,
         "by_role": bool(meta.get("roles")),
+        "axes": meta.get("axes") or _axis_names(meta),
         "axis": axis,
         "below": below,
         "axis_width": [round(_CHARACTER * n, 1) for n in cells],
         "caption": list(meta.get("caption", ())),
+        "marks": list(dict(meta.get("marks", {})).items()),
         "style": asset("assets/graph.css"),
         "per_character": _CHARACTER,
         "padding": _PADDING + _SIGN,
@@ -209,6 +224,13 @@ def _axis(
     pairs = [("–",) if i is None else (tokens[i], corrupted[i]) for i in roles.values()]
     below = [" / ".join(map(_shortened, dict.fromkeys(pair))) for pair in pairs]
     return [visible_token(role) for role in roles], list(roles.values()), below
+
+
+def _axis_names(meta: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what the two lines below the columns contain."""
+    are_ids = all(token.strip().isdecimal() for token in meta["tokens"])
+    token = "token id" if are_ids else "token"  # of a model without a tokenizer
+    return ("role", token) if meta.get("roles") else (token, "position")
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

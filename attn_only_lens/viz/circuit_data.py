@@ -48,6 +48,8 @@ class _Meta(BaseModel):
     notes: list[str] = []
     corrupted: list[str] = []
     caption: list[str] = []
+    marks: dict[str, str] = {}
+    axes: tuple[str, str] | None = None
     roles: dict[str, NonNegativeInt | None] = {}
 
 

@@ -119,8 +119,8 @@ def comparison_report(comparison: Comparison) -> Page:
         _table(f"The {len(most)} new components with the largest share", most),
     ]
     script = inline_script(import_extra("plotly.offline").get_plotlyjs())
-    body = f"{script}\n<main>{''.join(parts)}</main>"
-    return document(title, body, asset("assets/report.css"))
+    body = f"{script}\n<main class='light-only'>{''.join(parts)}</main>"
+    return document(title, body, asset("assets/report.css") + asset("assets/light_only.css"))
 
 
 def comparison_circuit(comparison: Comparison, state: Mapping[str, Any] | None = None) -> Page:
@@ -172,6 +172,7 @@ def comparison_circuit(comparison: Comparison, state: Mapping[str, Any] | None =
         "value": about["values"]["grown"]["clean"],
         "model": f"{model}, " * bool(model) + "original against grown",
         "notes": notes,
+        "axes": ("role", "number") if by_name else None,
     }
     return circuit_page(drawn, edges, meta, state=state)
 

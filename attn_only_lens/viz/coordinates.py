@@ -3,7 +3,9 @@
 A row contains the nodes of one kind in one layer; rows follow the order of computation, from bottom
 to top. A column contains the nodes at one position of the prompt; nodes without a position are in a
 column on the left. Nodes in the same row and column are side by side, in as few lines as the width
-allows. If the columns do not fit, adjacent columns without nodes are folded into one narrow column.
+allows. Lines of one row are further apart than other rows, and take turns on the left and on the
+right, so that a node with an arrow below it does not look as if it read the node below. If the
+columns do not fit, adjacent columns without nodes are folded into one narrow column.
 
 An edge goes up from the top of its source to the bottom of its target. If its curve would cross a
 node, the edge is bent through the nearest gap in that node's line. Edges that meet at the top or
@@ -29,6 +31,7 @@ GUTTER, AXIS, TOP = 96, 40, 12  # margins for row names, for tokens, and at the 
 BOX = 20  # height of a node
 _GAP = 12  # space between boxes
 _COLUMN_GAP, _LINE, _ROW_GAP = 10, 34, 6
+_STACKED, _STAGGER = 46, 24  # the distance of lines in one row, and how far they move sideways
 _FOLDED = 34  # the width of a folded column
 _RIGHT = 14
 _WIDEST_ROW_GAP = 120
@@ -105,7 +108,8 @@ def place(
     lines: dict[int, int] = {}
     for (row, c), cell in cells.items():
         lines[row] = max(lines.get(row, 1), ceil(len(cell) / columns.abreast[c]))
-    tall = sum(lines.values()) * _LINE + (len(lines) - 1) * _ROW_GAP + TOP + AXIS
+    heights = {row: _LINE + (n - 1) * _STACKED for row, n in lines.items()}
+    tall = sum(heights.values()) + (len(lines) - 1) * _ROW_GAP + TOP + AXIS
     gaps = max(len(lines) - 1, 1)
     gap = _ROW_GAP + min(max(0.0, height - tall) / gaps, _WIDEST_ROW_GAP)
     bottom, rows = 0.0, []
@@ -121,12 +125,15 @@ def place(
                 beside = min(abreast, len(cell) - line * abreast)
                 apart = min((wide - _COLUMN_GAP) / beside, 1.6 * columns.step[c])
                 centre = start + wide / 2 + (along - (beside - 1) / 2) * apart
+                if len(cell) > abreast:
+                    spare = wide - _COLUMN_GAP - (beside - 1) * apart - columns.step[c] + _GAP
+                    centre += min(max(spare, 0.0) / 2, _STAGGER) * (-1) ** line
                 half = boxes.width[node] / 2 + 2
                 if boxes.overhangs[node]:
                     centre = max(GUTTER + half, min(centre, whole - half))
-                x[node], y[node] = centre, bottom - (line + 0.5) * _LINE
-        rows.append((row, bottom - lines[row] * _LINE / 2, lines[row] * _LINE - 6.0))
-        bottom -= lines[row] * _LINE + gap
+                x[node], y[node] = centre, bottom - _LINE / 2 - line * _STACKED
+        rows.append((row, bottom - heights[row] / 2, heights[row] - 6.0))
+        bottom -= heights[row] + gap
     base = TOP - (bottom + gap)
     y = {node: height + base for node, height in y.items()}
     rows = [(row, height + base, tall) for row, height, tall in rows]

@@ -40,6 +40,15 @@ HEAD_COLOURS = {
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
 _STRONG = 0.05  # a cell shows its site's name if |effect| is at least this share of the largest
+_PARTS = {"z": "the output z", "q": "the query", "k": "the key"}
+_PATCHES = {
+    "denoise": "{} of one site at a time is copied from the clean into the corrupted run",
+    "noise": "{} of one site at a time is copied from the corrupted into the clean run",
+    "zero": "{} of one site at a time is set to zero",
+    "mean": "{} of one site at a time is set to its mean",
+    "resample": "{} of one site at a time comes from another prompt",
+    "bias": "one neuron at a time attends only to the bias token",
+}  # by direction
 _LINE = 95  # the maximum number of characters per line of a title
 
 
@@ -119,7 +128,7 @@ def _of_sweep(sweep: Sweep, rows: str) -> "go.Figure":
     figure = _heatmap(
         grid,
         limit,
-        what,
+        {"score": "score<br>0 corrupted<br>1 clean", "effect": "effect<br>score − 1"}[what],
         "%{customdata}"
         + ", the strongest of the cell" * (rows == "layer")
         + f"<br>at %{{x}}<br>{what} %{{z:.4g}}",
@@ -138,7 +147,7 @@ def _of_sweep(sweep: Sweep, rows: str) -> "go.Figure":
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
     figure.update_layout(plot_bgcolor="#e4e4e4")  # colour of cells without a patch
-    notes = ["a cell shows its strongest site; rows='name' shows all"] * (rows == "layer")
+    notes = ["each cell shows its strongest site"] * (rows == "layer")
     notes.append(_mean_note(sweep))
     return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
@@ -210,8 +219,11 @@ def bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         ticklabelstandoff=5,
     )
     figure.update_layout(showlegend=True, legend={"orientation": "h", "y": 1, "yanchor": "bottom"})
-    notes = f"{len(frame)} of {n_patches:,} patches", _mean_note(sweep, bars=True)
-    tokens = "" if sweep.tokens is None else f"positions: {'; '.join(labels.values())}"
+    n = len(frame)
+    largest = f"the {n} largest of {n_patches:,} effects" if n < n_patches else f"all {n} effects"
+    notes = largest, _mean_note(sweep, bars=True)
+    places = ", ".join(label.replace(": ", " (", 1) + ")" for label in labels.values())
+    tokens = "" if sweep.tokens is None else f"{_token_name(sweep)}s: {places}"
     return _titled(figure, sweep, 22 * len(frame), *notes, last_line=tokens, legend=25)
 
 
@@ -238,7 +250,10 @@ def _of_transfer(matrix: pd.DataFrame) -> "go.Figure":
 
 def empty_figure() -> "go.Figure":
     """Return a figure without traces."""
-    return import_extra("plotly.graph_objects").Figure()
+    import_extra("plotly.graph_objects")
+    from attn_only_lens.viz.static_figure import StaticFigure  # needs plotly
+
+    return StaticFigure()
 
 
 def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
@@ -311,7 +326,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return a label for each position: its index or role, and the tokens at the position."""
+    """Return a label for each position: its number or role, and the tokens at the position."""
     if sweep.tokens is None:
         return {position: str(position) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -319,7 +334,7 @@ def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str
     text = sweep.tokens.text
     texts = [text(position, prompts, visible_token) for position in positions]
     return {
-        position: f"{position} {text}".rstrip()
+        position: f"{position}: {text}" if text else str(position)
         for position, text in zip(positions, texts, strict=True)
     }
 
@@ -328,7 +343,15 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
     if sweep.tokens is None:
         return "position"
     differ = bool(sweep.tokens.corrupted) and any(" / " in label for label in labels)
-    return f"position and token{' (clean / corrupted where they differ)' * differ}"
+    place = "role" if any(isinstance(x, str) for x in sweep.frame["position"]) else "position"
+    different = " (clean / corrupted where they differ)" * differ
+    return f"{place}: {_token_name(sweep)}{different}"
+
+
+def _token_name(sweep: Sweep) -> str:
+    """Return "token id" if a model has no tokenizer, so that token ids stand for their texts."""
+    texts = [text for row in sweep.tokens.clean for text in row if text] if sweep.tokens else []
+    return "token id" if texts and all(map(str.isdecimal, texts)) else "token"
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
@@ -353,11 +376,12 @@ def _titled(
     last_line: str = "",
     legend: int = 0,
 ) -> "go.Figure":
-    method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
     model = model_title(sweep.model)
     title = f"{model}: " * bool(model) + sweep.clean_and_corrupted
-    patched = f"{sweep.part}, {sweep.direction}"
-    below = " · ".join(note for note in (sweep.metric, patched, method, *notes) if note)
+    part = _PARTS.get(sweep.part, f"the {sweep.part}")
+    patched = _PATCHES[sweep.direction].format(part)
+    method = "" if sweep.method == MEASURED else f"estimated by attribution ({sweep.method})"
+    below = "; ".join(note for note in (sweep.metric, patched, method, *notes) if note)
     lines = [plotly_text(line) for line in wrap(title, _LINE)]
     lines += [
         f"<span style='font-size:12px'>{plotly_text(line)}</span>"

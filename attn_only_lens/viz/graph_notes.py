@@ -106,16 +106,21 @@ def share_of_rest(graph: CircuitGraph) -> float:
 
 
 def caption(graph: CircuitGraph, prompt: int, n_prompts: int) -> list[str]:
-    """Return what a reader of the drawing alone has to know about its numbers."""
-    parts = list[str]()
+    """Return what a reader of the picture alone has to know about its numbers."""
+    what, number = graph.metric, f"{graph.value:.3g}"
+    if graph.circuit is not None and _keeps_whole(graph.circuit):
+        what = f"the change of {what} from the corrupted run to the run of the circuit alone"
+    elif graph.circuit is not None:
+        what = f"the change of {what} from the corrupted run to the circuit's own run"
+    elif graph.corrupted:
+        what = f"the change of {what} from the corrupted to the clean run"
+    parts = [
+        f"The attribution of a node is the part of {what} ({number}) that passes through it; the "
+        "weight of an edge is the part that passes along it."
+    ]
     if n_prompts > 1:
-        what = "pairs of prompts" if graph.corrupted else "prompts"
-        parts.append(f"numbers: means over {n_prompts} {what}; tokens: prompt {prompt}")
-    if graph.circuit is not None and not _keeps_whole(graph.circuit):
-        parts.append(
-            f"edges: they add up to {graph.value:.3g}, the change of the metric from the corrupted "
-            "run to the circuit's own run"
-        )
+        pairs = "pairs of prompts" if graph.corrupted else "prompts"
+        parts.append(f"Numbers are means over {n_prompts} {pairs}; tokens are of prompt {prompt}.")
     return parts
 
 

@@ -1,7 +1,7 @@
 """What a page adds to a graph's nodes: exact effects, examples, stability, and groups."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.viz.circuit_data import ALONE
 from attn_only_lens.viz.page import refuse, short_numbers
 
-_FIRST = 10  # so many of the sites outside a graph are shown as early as equally strong nodes
+_FIRST = 5  # so many of the sites outside a graph are shown as early as equally strong nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,8 @@ class Overlays:
             `denoise` and `noise`, which are shares of the difference between two runs. A site
             that is not a node of the graph is drawn in grey, without edges.
         notes: texts that say how to read these results; the page folds them.
+        marks: what marks in the names of nodes mean, such as {"←": "← names a token."}; the notes
+            and the picture say it, if a name contains the mark.
 
     Raises:
         InputError: a result has another type, or the examples lack columns; the error lists every
@@ -64,6 +66,7 @@ class Overlays:
     groups: NodeGroups | None = None
     alone: pd.DataFrame | None = None
     notes: Sequence[str] = ()
+    marks: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         reasons = [

@@ -115,7 +115,8 @@ def circuit_view(
     if not isinstance(overlays, Overlays):
         refuse(f"got {a_type(overlays)} as overlays; expected viz.Overlays(…)")
     if isinstance(graph, Comparison):
-        results = [x for x in vars(overlays).values() if x is not overlays.notes]
+        texts = overlays.notes, overlays.marks
+        results = [x for x in vars(overlays).values() if all(x is not text for text in texts)]
         others = [x for x in (model, contrast, *results, *overlays.notes, *notes) if x is not None]
         given = [*map(a_type, others), *[f"prompt={prompt!r}"] * (prompt != 0)]
         refuse(*[f"got {some} with a comparison; expected only `state`" for some in given[:1]])
@@ -170,7 +171,8 @@ def circuit_view(
         "exact": "" if exact is None else what_is_exact(graph, exact),
         "lead": list(notes),
         "notes": [
-            *(*overlays.notes, *notes_about(graph, prompt, n_prompts)),
+            *(*overlays.notes, *_meanings(overlays.marks, state)),
+            *notes_about(graph, prompt, n_prompts),
             *[_BOTH_RUNS] * (of_difference and has_details),
             *(note for part in parts for note in part.notes),
             *[f"Prompt {prompt} has no token of these roles: {absent}; see the other prompts."]
@@ -181,6 +183,7 @@ def circuit_view(
         ],
         "groups": measured,
         "caption": caption(graph, prompt, n_prompts),
+        "marks": dict(overlays.marks),
         "additive": list(EDGE_KINDS) if of_difference else ["value"],
     }
     shown_first: dict[str, Any] = {"kinds": meta["additive"]} if of_difference else {}
@@ -208,6 +211,12 @@ def _reasons(graph: CircuitGraph, model: Any, contrast: Contrast | None) -> list
     if (name := as_metric(contrast.metric).name) != graph.metric:
         reasons.append(f"got a contrast with the metric {name}; the graph's is {graph.metric}")
     return reasons
+
+
+def _meanings(marks: Mapping[str, str], state: Mapping[str, Any] | None) -> list[str]:
+    """Return what those marks mean that names of nodes contain."""
+    names = str((state or {}).get("names", ""))
+    return [meaning for mark, meaning in marks.items() if mark in names]
 
 
 def _fewer_edges(graph: CircuitGraph) -> tuple[CircuitGraph, list[str]]:

@@ -57,6 +57,12 @@ MOST_NEURONS = 3_000
 
 _TOP_TOKENS = 8
 _PARTNERS = 6
+_RANKED_BY = {
+    "z": "z of a neuron",
+    "gate": "gate of a neuron",
+    "norm": "output of a head",
+    "attribution": "attribution",
+}
 
 
 def neuron_page(
@@ -227,8 +233,8 @@ def _about(statistics: CorpusStatistics) -> str:
     about = statistics.about
     metric = f" ({about.metric})" if about.metric else ""
     counts = f"{about.n_texts:,} texts, {about.n_tokens:,} tokens"
-    by = ", ".join(part.by for part in statistics if part)
-    return f"{counts} · examples by {by}{metric}"
+    by = " and ".join(dict.fromkeys(_RANKED_BY[part.by] for part in statistics if part))
+    return f"{counts} · examples: the tokens with the largest {by}{metric}"
 
 
 def _by_weights(

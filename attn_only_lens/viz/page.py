@@ -11,10 +11,11 @@ and is escaped accordingly:
     a library's bundle     "</script" becomes "<\/script", the same string in JavaScript
 """
 
+import gzip
 import json
 import re
 import sys
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from html import escape, unescape
 from importlib import import_module
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
+_UNPACK = """\
+(async () => {
+  const text = atob(document.getElementById("packed").textContent);
+  const packed = Uint8Array.from(text, (character) => character.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const page = await new Response(unpacked).text();
+  document.open();
+  document.write(page);
+  document.close();
+})();
+"""
 _NOT_WRITTEN = "this picture cannot be written"
 _WHITE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
@@ -68,13 +80,14 @@ class Page(str):
         # Without allow-same-origin, the page cannot access the notebook.
         frame = (
             f'<iframe sandbox="allow-scripts allow-downloads" style="{size}" '
-            f'srcdoc="{escape(self)}"></iframe>'
+            f'srcdoc="{escape(_packed(self))}"></iframe>'
         )
         if self.picture is None:
             return frame
         coded = b64encode(self.picture.encode()).decode()
         title = escape(self._title())
-        image = f'<img alt="{title}" style="{place}" src="data:image/svg+xml;base64,{coded}">'
+        size = f"{place};max-height:{self.height}px;object-fit:contain"  # not below the frame
+        image = f'<img alt="{title}" style="{size}" src="data:image/svg+xml;base64,{coded}">'
         return f'<div style="display:grid">{image}{frame}</div>'  # the frame covers the picture
 
     def _repr_svg_(self) -> str | None:
@@ -88,13 +101,38 @@ class Page(str):
         return f"<Page {self._title()!r}>"
 
 
+def _packed(page: str) -> str:
+    """Return a page that contains another page, compressed, and a script that unpacks it."""
+    packed = b64encode(gzip.compress(page.encode(), mtime=0)).decode()  # the same bytes every time
+    return (
+        f'<!DOCTYPE html><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<script type="text/plain" id="packed">{packed}</script><script>{_UNPACK}</script>'
+    )
+
+
+def unpacked(frame: str) -> str:
+    """Return the page in the `srcdoc` of a notebook's frame.
+
+    Example:
+        >>> from html import unescape
+        >>> from attn_only_lens.viz.page import Page, unpacked
+        >>> frame = Page("<p>hello")._repr_html_().partition('srcdoc="')[2].partition('"')[0]
+        >>> unpacked(unescape(frame))
+        '<p>hello'
+    """
+    packed = frame.partition('id="packed">')[2].partition("<")[0]
+    return gzip.decompress(b64decode(packed)).decode() if packed else frame
+
+
 def write(picture: "str | go.Figure", path: str | Path) -> Path:
-    """Write a page or a plotly figure to an HTML file, or the picture of a circuit to an SVG file.
+    """Write a page or figure to an HTML file, or the picture of a circuit or figure to an SVG file.
 
     The HTML file works offline. Files are written atomically, and missing folders are created.
 
     Args:
-        picture: a page, or a plotly figure; for an SVG file, the page of a circuit.
+        picture: a page, or a plotly figure; for an SVG file, the page of a circuit, or the figure
+            that `heatmap` or `bars` returned.
         path: a path that ends in .html or .svg.
 
     Returns:
@@ -102,7 +140,7 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
 
     Raises:
         InputError: the path has another ending; `picture` is neither a page nor a plotly figure, or
-            it is not the page of a circuit and the path ends in .svg.
+            it has no SVG and the path ends in .svg.
 
     Example:
         >>> import tempfile
@@ -121,16 +159,18 @@ def write(picture: "str | go.Figure", path: str | Path) -> Path:
     if path.suffix == ".svg":
         text = getattr(picture, "picture", None)
         if text is None:
-            reason = f"got {a_type(picture)} without an SVG; expected a circuit's page, or a path"
-            raise InputError([f"{reason} that ends in .html"], _NOT_WRITTEN)
+            expected = "a circuit's page, the figure of a sweep, or a path that ends in .html"
+            reason = f"got {a_type(picture)} without an SVG; expected {expected}"
+            raise InputError([reason], _NOT_WRITTEN)
     elif isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
         title = re.sub("<.*?>", " ", picture.layout.title.text or "").partition("  ")[0]
         figure = picture.to_html(full_html=False, default_height="100vh")
         head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
-        head += "\n<style>@media print { .modebar { display: none; } }</style>"
-        text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
+        head += f"\n<style>{asset('assets/light_only.css')}</style>"
+        body = f'<body style="margin: 0">\n<main class="light-only">\n{figure}\n</main>\n</body>'
+        text = f"{head}\n{body}\n</html>\n"
     else:
         reason = f"got {a_type(picture)}; expected a page or a plotly figure"
         raise InputError([reason], _NOT_WRITTEN)
@@ -176,7 +216,7 @@ def page_of_tokens(
         *map(inline_script, libraries),
         *(inline_script(asset(f"assets/{key}.js")) for key in ("tokens", name)),
     ]
-    style = "".join(asset(f"assets/{key}.css") for key in ("page", "tokens", name))
+    style = "".join(asset(f"assets/{key}.css") for key in ("page", "tokens", "light_only", name))
     return document(title, "\n".join(body), style)
 
 

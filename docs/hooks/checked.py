@@ -20,6 +20,8 @@ from gathered import public
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import get_plugin_logger
 
+from attn_only_lens.viz.page import unpacked
+
 MODULES = (
     "",
     ".patching",
@@ -68,7 +70,7 @@ class Page(HTMLParser):
         if tag == "link" and not _FOLLOWED & set(values.get("rel", "").lower().split()):
             self.loads.append(values.get("href", ""))
         if "srcdoc" in values:
-            framed = Page(values["srcdoc"])
+            framed = Page(unpacked(values["srcdoc"]))
             self.loads += framed.loads
             self.links += [link for link in framed.links if not link.startswith("#")]
 

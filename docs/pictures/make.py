@@ -58,8 +58,8 @@ def main() -> None:
     found = compare(*models, task, sizes=sizes, work=quiet)
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
-        "sweep_bars": (viz.bars(sweep, k=12), FIGURE, 500),
-        "sweep_heatmap": (viz.heatmap(pair), FIGURE, 450),
+        "sweep_bars": (viz.bars(sweep, k=12), FIGURE, 520),
+        "sweep_heatmap": (viz.heatmap(pair), FIGURE, 470),
         "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1280),
         "neuron": (viz.neuron_page(model, read, Corpus(texts)), PAGE, 900),
         "comparison": (viz.circuit_view(found), PAGE, 760),

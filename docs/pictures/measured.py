@@ -191,7 +191,7 @@ def sentences(values: Values) -> Iterator[tuple[str, str]]:
             f"own pair, and {_percent(values['cabinet']['elsewhere'][0])} on the two others"
         ],
         "docs/pictures.md": _of_pictures(values),
-        "docs/circuits.md": _of_circuits(values),
+        "docs/measured_circuits.md": _of_circuits(values),
         "docs/patching.md": _of_patching(values),
     }.items():
         yield from ((page, line) for line in lines)

@@ -1,5 +1,6 @@
 """Tests of grouped nodes: joint effects against plain hooks, joint faithfulness, and refusals."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -95,6 +96,21 @@ def test_neurons_that_act_against_one_another_are_not_similar(model):
     got = _similar_weights(model, heads, written)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert (z < 0).any()
+
+
+def test_why_there_are_no_groups(model, case):
+    graph, groups = case
+    assert groups.why_none == ""
+    alone = circuits.group_nodes(graph, model, CONTRAST, similarity=0.999)
+    assert len(alone) == 0
+    most = re.search(r"have a similarity of ([\d.]+); pass similarity=([\d.]+)", repr(alone))
+    least = float(most[2])
+    assert least <= float(most[1]) < 0.999
+    assert len(circuits.group_nodes(graph, model, CONTRAST, similarity=least, tolerance=1)) > 0
+    strict = circuits.group_nodes(graph, model, CONTRAST, tolerance=0)
+    assert len(strict) == 0
+    assert "changed the faithfulness to" in repr(strict)
+    assert "pass a larger tolerance=" in repr(strict)
 
 
 def test_what_cannot_be_grouped_is_refused(model, case):

@@ -107,6 +107,19 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
     assert [share for _, share in shown] == pytest.approx(table["share"].tolist(), abs=0.006)
 
 
+def test_pages_of_circuit_and_explain_have_the_same_labels(folder, tmp_path):
+    pages = {}
+    for command in ("circuit", "explain"):
+        pages[command] = tmp_path / f"{command}.html"
+        pair = (*TEXTS, "--corrupted", CORRUPTED, "--faithfulness", 0.7)
+        assert run_cli(command, folder, *pair, "--out", pages[command]).exit_code == 0
+    states = (read_back(page.read_text("utf-8"))["state"]["names"] for page in pages.values())
+    names, explained = states
+    assert any("←" in name for name in names.values())
+    for node, name in names.items():
+        assert explained[node].removesuffix(", sign disputed") == name
+
+
 def test_sweeps_as_pictures(folder, tmp_path):
     sweep, out = tmp_path / "sweep.csv", tmp_path / "sweep.html"
     pair = ("--corrupted", CORRUPTED, "--sites", "L0H1,L1N5")

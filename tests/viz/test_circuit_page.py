@@ -12,7 +12,7 @@ from page_of_circuit import click, ids, read_back, show_all, slide, switch
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.viz.circuit import circuit_page
+from attn_only_lens.viz.circuit import _SCRIPTS, circuit_page
 from attn_only_lens.viz.circuit_data import EXTRAS, NodeDetails
 from attn_only_lens.viz.page import Page
 
@@ -53,7 +53,8 @@ def test_the_first_view(opened):
     signs = ["<bos>", "</script>", "<b>bold</b>", "↵", '·"q"', "日\\u2028"]
     assert shown.texts(".axis .token")[:6] == signs
     rows = ["tokens", "L0 neurons", "L1 heads", "L1 neurons", "L2 neurons", "metric"]
-    assert shown.texts(".row") == rows
+    assert shown.texts(".row:not(.axis-name)") == rows
+    assert shown.texts(".axis-name") == ["token", "position"]
     labels = shown.texts(".node.embed text")  # embeddings show their tokens
     assert {label.lstrip("+− ") for label in labels} >= set(signs)
     # Layers go up and tokens go right; the metric is above its token.
@@ -237,7 +238,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
         again = opened(saved)
         assert "group 0" in ids(again)
         assert any(text.endswith("</script> \u2028 & name") for text in shown.texts(".node text"))
-        assert again.js("return document.scripts.length") == 5
+        assert again.js("return document.scripts.length") == 2 + len(_SCRIPTS)
         switch(again, "only-pinned")
         assert ids(again) == {"group 0", "metric"}
     (tmp_path / "state.json").write_text(state)
@@ -289,11 +290,12 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
 
 
 @needs_browser
-def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
+@pytest.mark.parametrize("n_neurons", [13, 90])  # the second has several lines in a row
+def test_the_picture_is_what_the_page_shows_first(browser, tmp_path, n_neurons):
     """The layout in Python equals that of the page's JavaScript."""
-    shown = browser
-    shown.open(viz.write(page(), tmp_path / "page.html"))
-    drawn = page().picture
+    shown, (nodes, edges) = browser, circuit(n_neurons)
+    shown.open(viz.write(page(nodes=nodes, edges=edges), tmp_path / "page.html"))
+    drawn = page(nodes=nodes, edges=edges).picture
     got = shown.js(
         "const d = JSON.parse(document.getElementById('circuit').textContent), n = d.nodes;"
         "const boxes = n.id.map((_, i) => ({row: n.row[i], column: n.column[i],"
@@ -313,7 +315,7 @@ def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
     number = re.compile(r"-?\d+\.?\d*")
     nodes = re.findall(r'class="node[^>]*translate\(([\d.]+),([\d.]+)\)', drawn)
     assert np.array(nodes, dtype=float) == pytest.approx(np.array(got[0]), abs=0.06)
-    paths = re.findall(r'class="edge[^>]* d="([^"]*)"', drawn)
+    paths = re.findall(r'class="edge[^>]* d="([^"]*)" stroke-width="[\d.]+" opacity', drawn)
     assert len(paths) == len(got[1]) > 20
     bent = 0
     for drawn_path, path in zip(paths, got[1], strict=True):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
+from attn_only_lens.viz import circuit
 from attn_only_lens.viz.page import script_data
 
 
@@ -26,14 +27,18 @@ def test_data_come_through_and_end_no_element(raw):
     assert not set("<>&") & set(written)
 
 
-def test_the_bundled_library_is_the_one_that_was_published():
+def test_the_bundled_libraries_are_those_that_were_published():
     folder = files("attn_only_lens.viz") / "vendor"
-    readme = (folder / "README.md").read_text("utf-8")
-    bundle = (folder / "d3.min.js").read_bytes()
-    assert hashlib.sha256(bundle).hexdigest() in readme
-    version = re.search(r"d3 (\d+\.\d+\.\d+)", readme)[1]
-    assert f"d3js.org v{version} " in bundle.decode("utf-8")
-    assert "Permission to use, copy, modify" in (folder / "d3-LICENSE").read_text("utf-8")
+    rows = re.findall(
+        r"\| (d3-\w+)\.min\.js \| ([\d.]+) \| (\w+) \|", (folder / "README.md").read_text()
+    )
+    assert {name for name, *_ in rows} == {f"d3-{part}" for part in circuit._D3}
+    for name, version, digest in rows:
+        bundle = (folder / f"{name}.min.js").read_bytes()
+        assert hashlib.sha256(bundle).hexdigest() == digest
+        assert f"d3js.org/{name}/ v{version} " in bundle.decode()
+    for licence, words in {"d3": "Permission to use", "d3-ease": "Redistribution and use"}.items():
+        assert words in (folder / f"{licence}-LICENSE").read_text("utf-8")
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

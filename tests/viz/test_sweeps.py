@@ -13,7 +13,7 @@ from attn_only_lens import viz
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.prompt_tokens import PromptTokens
 
-LABELS = ["0 <b>x</b>", "1 </script>", "2 ·the / ·a", "3 ↵", "4 &lt;"]
+LABELS = ["0: <b>x</b>", "1: </script>", "2: ·the / ·a", "3: ↵", "4: &lt;"]
 
 
 def strongest(sweep_of, rows):
@@ -42,7 +42,8 @@ def test_heatmap(rows, direction):
             if rows == "layer":  # the text in the cell
                 strong = abs(effect) >= 0.05 * result.effect.abs().max()
                 assert drawn.text[i, position] == (name if strong else "")
-    assert drawn.colorbar.title.text == {"denoise": "score", "noise": "effect"}[direction]
+    name, *meaning = drawn.colorbar.title.text.split("<br>")
+    assert (name, len(meaning)) == {"denoise": ("score", 2), "noise": ("effect", 1)}[direction]
     assert drawn.zmid == 0
     assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
 
@@ -51,7 +52,7 @@ def test_roles_are_in_the_order_asked_for():
     roles = ["subject", "end", "attractor"]
     assert list(viz.heatmap(sweep(frame=values(positions=roles))).data[0].x) == roles
     result = sweep(frame=values(positions=["subject", "all"]), tokens=TOKENS)
-    assert list(viz.heatmap(result).data[0].x) == ["subject ·the / ·a", "all"]
+    assert list(viz.heatmap(result).data[0].x) == ["subject: ·the / ·a", "all"]
 
 
 def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
@@ -61,14 +62,14 @@ def test_positions_are_labelled_by_the_tokens_of_the_prompts_that_are_drawn():
     frame = values(positions=[0, 1, 2, -1])
     means = sweep(frame=frame, n_prompts=3, tokens=tokens)
     assert list(viz.heatmap(means).data[0].x) == [
-        *("-1 ·of, ·in", "0 The, My", "1 ·keys, ·dogs", "2 ·of, ·in")
+        *("-1: ·of, ·in", "0: The, My", "1: ·keys, ·dogs", "2: ·of, ·in")
     ]
     by_prompt = pd.concat([frame.assign(prompt=i, unpatched=0.5) for i in range(3)])
     padded = PromptTokens([clean[0], [None, *clean[1][1:]], clean[2]], others, {})
     rows = sweep(frame=by_prompt, n_prompts=3, tokens=padded)
     second = rows.query("prompt == 1")
     drawn = viz.heatmap(second)
-    assert list(drawn.data[0].x) == ["-1 ·of", "0", "1 ·dogs / ·dog", "2 ·of"]
+    assert list(drawn.data[0].x) == ["-1: ·of", "0", "1: ·dogs / ·dog", "2: ·of"]
     # Columns of prompts of different lengths hold different words, so they have no mean.
     for result in (rows, rows.query("prompt > 0"), replace(means, tokens=padded)):
         for draw in (viz.heatmap, viz.bars):

@@ -89,9 +89,9 @@ def compare(
             training without growth, train `grow(model, []).model`, a copy.
         contrast: the prompts and the metric, with a gradient. A contrast is cut into batches. Or an
             iterable of contrasts, each of which is a batch of any size; they are read once.
-        provenance: the provenance of `grown` if that is a model; otherwise it replaces the
-            provenance in `grown`. It identifies the original model by numbers that are computed
-            from its weights; other models are refused.
+        provenance: which part of `grown` comes from which part of `model`. It is needed if `grown`
+            is a model; if `grown` is a result of `grow`, which has a provenance, this one is used
+            instead. It contains a digest of the original's weights; other models are refused.
         null: like `grown`, but trained with another seed after the same growth. `grown` is
             compared with this null model too, which shows how much two training runs differ.
         sizes: how large the batches and the circuits are, and how many components are patched.

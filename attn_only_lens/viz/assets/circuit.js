@@ -176,6 +176,7 @@
   const side = svg.append("g"), foot = svg.append("g").attr("class", "axis");
   side.append("rect").attr("class", "back");
   foot.append("rect").attr("class", "back");
+  data.axes.forEach((text, i) => foot.append("text").attr("class", "row axis-name").attr("x", 8).attr("y", 17 + 15 * i).text(text));
   let pane = { width: 0, height: 0 }, transform = d3.zoomIdentity;
 
   // A negative edge ends in a bar, a positive edge in an arrow: signs are visible without colours.
@@ -723,49 +724,59 @@
   };
 
   // --- Legend ----------------------------------------------------------------------------------
-  const sample = (text, draw, width = 30) => {
-    const made = make("span", text), box = d3.create("svg").attr("class", "circuit").attr("width", width).attr("height", 16);
+  // Samples of what is drawn: the width of each, how to draw it around y = 0, and its text.
+  const chip = (kind, cls, mark, text) => ({ width: 28, text, draw: (box) => {
+    const made = box.append("g").attr("class", `chip node ${kind} ${cls}`).attr("transform", "translate(14,0)");
+    const filled = cls in STATUS || cls === "outside";
+    made.append("rect").attr("x", -13).attr("y", -7).attr("width", 26).attr("height", 14)
+      .attr("rx", Math.min(corner[kind] ?? 0, 7)).attr("transform", slanted(kind)).style("fill", filled ? null : "none");
+    if (kind === "group") made.append("rect").attr("class", "outer").attr("x", -14).attr("y", -8).attr("width", 28).attr("height", 16).attr("rx", 8);
+    if (mark) made.append("text").attr("dy", "0.35em").text(mark);
+  } });
+  const line = (cls, text, path = "M0 0H26") => ({ width: 26, text, draw: (box) => box.append("path").attr("class", `edge ${cls}`)
+    .attr("stroke-width", 2).attr("d", path) });
+  const SHAPES = { attention: "attention head", neuron: "neuron", feature: "feature of a transcoder", skip: "W_skip", error: "error of a transcoder" };
+  const THROUGH = { value: "through the value", q: "through the query", k: "through the key",
+                    gate: "through the gate", routing: "through the routing" };
+  const STABILITY = { core: "core: in 90 % of resampled circuits or more", contingent: "contingent: in fewer", noise: "in 10 % or fewer" };
+  const figures = (value, n) => String(+value.toPrecision(n));
+  const scaleEntry = () => ({ width: 84, text: `attribution of a node, −${figures(scale.node, 3)} to +${figures(scale.node, 3)}`, draw: (box) => {
+    for (let i = 0; i < 21; i++)
+      box.append("rect").attr("x", 4 * i).attr("y", -6).attr("width", 4).attr("height", 12).style("fill", mix(i / 10 - 1, 1).fill);
+    box.append("rect").attr("class", "frame").attr("y", -6).attr("width", 84).attr("height", 12);
+  } });
+  const widthsEntry = (sign) => {
+    const top = drawn.reduce((most, entry) => Math.max(most, Math.abs(entry.weight)), 0), shares = [1, 0.5, 0.1];
+    return { width: 62, text: `weight of an edge: ${shares.map((part) => figures(top * part, 2)).join(", ")}`, draw: (box) => shares.forEach((part, i) =>
+      box.append("path").attr("class", `edge ${sign}`).attr("d", `M${22 * i} 0H${22 * i + 18}`).attr("stroke-width", 0.8 + 4.2 * part)) };
+  };
+  const legendEntries = () => {
+    const inside = new Set(shown.filter((i) => !items[i].outside).flatMap((i) => items[i].members.map((m) => nodes.kind[m])));
+    const through = new Set(drawn.map((entry) => entry.kind)), [plus, minus] = nodes.status ? ["", ""] : ["positive", "negative"];
+    const entries = nodes.status ? Object.entries(STATUS).map(([word, mark]) => chip("neuron", word, mark, word)) : [scaleEntry()];
+    for (const [kind, text] of Object.entries(SHAPES)) if (inside.has(kind)) entries.push(chip(kind, "", "", text));
+    if (shown.some((i) => items[i].outside)) entries.push(chip("neuron", "outside", "", "outside the circuit"));
+    for (const [word, text] of Object.entries(STABILITY))
+      if (shown.some((i) => items[i].stability === word)) entries.push(chip("neuron", word, "", text));
+    if (state.groups.length) entries.push(chip("group", "", "", "group"));
+    if (drawn.length) entries.push(widthsEntry(plus));
+    if (through.size > 1 || !through.has("value"))
+      for (const [kind, text] of Object.entries(THROUGH)) if (through.has(kind)) entries.push(line(`${kind} ${plus}`, text));
+    if (drawn.some((entry) => entry.weight < 0))
+      entries.push(line(plus, "positive", "M0 0H26M20 -4L26 0L20 4"), line(minus, "negative", "M0 0H26M26 -5V5"));
+    if (data.has_bars) entries.push({ width: 26, text: "part of the inflow that is drawn", draw: (box) => {
+      box.append("path").attr("class", "bar").attr("d", "M0 0H16");
+      box.append("path").attr("class", "bar missing").attr("d", "M16 0H26");
+    } });
+    return entries;
+  };
+  const legend = () => at("legend").replaceChildren(...legendEntries().map(({ width, text, draw }) => {
+    const made = make("span", text), box = d3.create("svg").attr("class", "circuit").attr("width", width).attr("height", 18)
+      .attr("viewBox", `0 -9 ${width} 18`);
     draw(box);
     made.prepend(box.node());
     return made;
-  };
-  const chip = (kind, cls, fill, text) => (box) => {
-    const made = box.append("g").attr("class", `node ${kind} ${cls}`).attr("transform", "translate(15,8)");
-    made.append("rect").attr("x", -13).attr("y", -7).attr("width", 26).attr("height", 14)
-      .attr("rx", kind === "attention" ? 7 : corner[kind] ?? 0).attr("transform", slanted(kind)).style("fill", fill);
-    made.append("text").attr("dy", "0.35em").text(text);
-  };
-  const stroke = (cls, end) => (box) => box.append("path").attr("class", `edge ${cls}`).attr("stroke-width", 2)
-    .attr("d", "M2 8H26" + (end === "+" ? "M21 4L26 8L21 12" : end === "-" ? "M26 3V13" : ""));
-  const legend = () => {
-    const parts = [], is = (kind) => nodes.kind.includes(kind);
-    if (nodes.status) {
-      for (const [word, mark] of Object.entries(STATUS)) parts.push(sample(word, chip("neuron", word, null, mark)));
-    } else {
-      parts.push(sample("raises the metric", chip("embed", "", mix(0.5, 1).fill, "+")),
-                 sample("lowers it", chip("embed", "", mix(-0.5, 1).fill, "−")));
-    }
-    if (nodes.outside?.includes(true)) parts.push(sample("outside the circuit", chip("neuron", "outside", null, "")));
-    if (is("attention")) parts.push(sample("attention head", chip("attention", "", "none", "")));
-    for (const [kind, text] of Object.entries({ neuron: "neuron", feature: "feature of a transcoder", skip: "W_skip", error: "error of a transcoder" }))
-      if (is(kind)) parts.push(sample(text, chip(kind, "", "none", "")));
-    const STABILITY = { core: "core: in 90 % of resampled circuits or more", contingent: "contingent: in fewer", noise: "in 10 % or fewer" };
-    for (const [word, text] of Object.entries(STABILITY))
-      if (nodes.stability?.includes(word)) parts.push(sample(text, chip("neuron", word, "none", "")));
-    if (state.groups.length) parts.push(sample("group", (box) => {
-      chip("group", "", "none", "")(box);
-      box.select("g").append("rect").attr("class", "outer").attr("x", -15).attr("y", -8).attr("width", 30).attr("height", 16).attr("rx", 10);
-    }));
-    const plain = edges.status ? "" : "positive", less = edges.status ? "" : "negative";
-    parts.push(sample("positive edge", stroke(plain, "+")), sample("negative edge", stroke(less, "-")));
-    for (const kind of ["q", "k", "gate", "routing"].filter((kind) => edges.kind.includes(kind)))
-      parts.push(sample(kind, stroke(kind + " " + plain, "+")));
-    if (data.has_bars) parts.push(sample("inflow that is drawn", (box) => {
-      box.append("path").attr("class", "bar").attr("d", "M2 8H18");
-      box.append("path").attr("class", "bar missing").attr("d", "M18 8H28");
-    }));
-    at("legend").replaceChildren(...parts, ...data.caption.map((said) => make("span", said)));
-  };
+  }));
 
   // --- Saving ----------------------------------------------------------------------------------
   const download = (name, type, content) => {
@@ -778,48 +789,57 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     at("save").open = false;
   };
-  const TITLE = 7.9, LINE = 14; // width of a character; height of a line of the legend
-  const legendText = () => {
-    const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots", routing: "short dashes" };
-    const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
-      : "+ raises the metric (blue) · − lowers it (red)";
-    const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };
-    const text = signs + (nodes.outside?.includes(true) ? " · grey: outside the circuit" : "")
-      + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
-      + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
-      + " · edges: arrow positive, T-bar negative"
-      + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("")
-      + (data.has_bars ? " · bar: the inflow that is drawn" : "") + data.caption.map((said) => ` · ${said}`).join("");
-    return text.split(" ").reduce((rows, word) => { // lines that fit
-      const longer = `${rows.at(-1)} ${word}`;
-      return longer.length * data.per_character + 16 > scene.width ? [...rows, word] : [...rows.slice(0, -1), longer.trim()];
-    }, [""]);
+  const TITLE = 7.9, TITLE_LINE = 17, LEGEND_LINE = 20, LINE = 14; // width of a character; heights of lines
+  const wrapped = (text, most) => text.split(" ").reduce((rows, word) => { // lines of at most so many characters
+    const longer = `${rows.at(-1)} ${word}`.trim();
+    return longer.length > most ? [...rows, word] : [...rows.slice(0, -1), longer];
+  }, [""]).filter(Boolean);
+  const sentences = () => { // below the picture, as in circuit_picture.py
+    const plain = shown.filter((i) => !(i < N && isExtra(i))).length, possible = between(shown).length, all = [...data.caption];
+    const of = (n, whole, what) => (n < whole ? `the ${said.format(n)} strongest of ${said.format(whole)} ${what}` : `all ${said.format(n)} ${what}`);
+    if (plain < candidates || drawn.length < possible)
+      all.push(`Drawn: ${of(plain, candidates, "nodes")}, and ${of(drawn.length, possible, "edges between them")}.`);
+    const linked = new Set(drawn.flatMap((entry) => [entry.source, entry.target]));
+    if (shown.some((i) => !linked.has(i) && !items[i].outside))
+      all.push("A node without edges acts through nodes and edges that are not drawn.");
+    const labels = shown.map((i) => items[i].label).join(" ");
+    return [...all, ...data.marks.filter(([mark]) => labels.includes(mark)).map(([, text]) => text)];
   };
-  const pictureHeight = () => scene.height + 44 + LINE * legendText().length;
   const picture = () => {
     const kept = { pane, transform };
     pane = { width: scene.width, height: scene.height };
     transform = d3.zoomIdentity;
     drawAxes();
-    const copy = svg.node().cloneNode(true);
+    const made = d3.select(svg.node().cloneNode(true)).attr("xmlns", "http://www.w3.org/2000/svg");
     ({ pane, transform } = kept);
     drawAxes();
-    const title = d3.select(copy).attr("xmlns", "http://www.w3.org/2000/svg")
-      .attr("viewBox", `0 -28 ${scene.width} ${pictureHeight()}`).attr("height", pictureHeight());
-    title.select(".back").attr("y", -28).attr("height", pictureHeight());
-    legendText().forEach((row, i) => title.append("text").attr("class", "row").attr("x", 8).attr("y", scene.height + 18 + LINE * i).text(row));
-    title.append("text").attr("class", "title").attr("x", 8).attr("y", -9)
-      .text(document.title.length * TITLE + 16 > scene.width ? document.title.slice(0, (scene.width - 16) / TITLE - 1) + "…" : document.title);
-    title.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
-    return new XMLSerializer().serializeToString(copy);
+    const titles = wrapped(document.title, Math.floor((scene.width - 16) / TITLE)), top = 28 + TITLE_LINE * (titles.length - 1);
+    titles.forEach((row, i) => made.append("text").attr("class", "title").attr("x", 8).attr("y", 19 - top + TITLE_LINE * i).text(row));
+    let x = 8, y = scene.height + 18;
+    for (const { width, text, draw } of legendEntries()) {
+      const wide = width + 6 + data.per_character * text.length;
+      if (x + wide > scene.width - 8 && x > 8) [x, y] = [8, y + LEGEND_LINE];
+      const sample = made.append("g").attr("class", "sample").attr("transform", `translate(${x},${y})`);
+      draw(sample);
+      sample.append("text").attr("class", "row").attr("x", width + 6).attr("dy", "0.35em").text(text);
+      x += wide + 18;
+    }
+    y += LEGEND_LINE + 4;
+    const caption = wrapped(sentences().join(" "), Math.floor((scene.width - 16) / data.per_character));
+    caption.forEach((row, i) => made.append("text").attr("class", "row").attr("x", 8).attr("y", y + LINE * i).text(row));
+    const height = top + y + LINE * caption.length;
+    made.attr("viewBox", `0 ${-top} ${scene.width} ${height}`).attr("height", height);
+    made.select(".back").attr("y", -top).attr("height", height);
+    made.insert("style", ":first-child").text(data.style.replace(/var\(--([\w-]+)\)/g, (_, name) => css(name)));
+    return new XMLSerializer().serializeToString(made.node());
   };
   const name = "circuit";
   const changed = () => JSON.stringify(state);
   at("save-svg").addEventListener("click", () => download(name + ".svg", "image/svg+xml", picture()));
   at("save-png").addEventListener("click", () => {
-    const image = new Image(), width = scene.width, height = pictureHeight();
+    const image = new Image();
     image.onload = () => {
-      const canvas = make("canvas");
+      const canvas = make("canvas"), { width, height } = image;
       canvas.width = 2 * width;
       canvas.height = 2 * height;
       canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);

@@ -3,6 +3,7 @@
 const layout = (() => {
   const GUTTER = 96, AXIS = 40, TOP = 12, BOX = 20;
   const GAP = 12, COLUMN_GAP = 10, LINE = 34, ROW_GAP = 6, FOLDED = 34, RIGHT = 14, WIDEST_ROW_GAP = 120;
+  const STACKED = 46, STAGGER = 24;
   const MARGIN = 3, ARROW = 6, LANES = 5, LANE = 5, KINDS = ["q", "gate", "routing", "value", "k"];
   const group = (all, key) => {
     const grouped = new Map();
@@ -79,7 +80,8 @@ const layout = (() => {
       for (const [row, cell] of rows)
         lines.set(row, Math.max(lines.get(row) || 1, Math.ceil(cell.length / abreast.get(c))));
     const order = [...lines.keys()].sort((a, b) => a - b);
-    const tall = order.reduce((all, row) => all + lines.get(row) * LINE, 0)
+    const heightOf = (row) => LINE + (lines.get(row) - 1) * STACKED;
+    const tall = order.reduce((all, row) => all + heightOf(row), 0)
       + (order.length - 1) * ROW_GAP + TOP + AXIS;
     const gap = ROW_GAP + Math.min(Math.max(0, height - tall) / Math.max(order.length - 1, 1),
                                    WIDEST_ROW_GAP);
@@ -94,13 +96,17 @@ const layout = (() => {
           const line = Math.floor(k / n), beside = Math.min(n, cell.length - line * n);
           const apart = Math.min((wide - COLUMN_GAP) / beside, 1.6 * step.get(c));
           let x = start + wide / 2 + (k - line * n - (beside - 1) / 2) * apart;
+          if (cell.length > n) {
+            const spare = wide - COLUMN_GAP - (beside - 1) * apart - step.get(c) + GAP;
+            x += Math.min(Math.max(spare, 0) / 2, STAGGER) * (line % 2 ? -1 : 1);
+          }
           const half = boxes[node].width / 2 + 2;
           if (boxes[node].overhangs) x = Math.max(GUTTER + half, Math.min(x, whole - half));
-          at.set(node, { x, y: bottom - (line + 0.5) * LINE });
+          at.set(node, { x, y: bottom - LINE / 2 - line * STACKED });
         });
       }
-      rows.push({ row, y: bottom - lines.get(row) * LINE / 2, height: lines.get(row) * LINE - 6 });
-      bottom -= lines.get(row) * LINE + gap;
+      rows.push({ row, y: bottom - heightOf(row) / 2, height: heightOf(row) - 6 });
+      bottom -= heightOf(row) + gap;
     }
     const base = TOP - (bottom + gap);
     for (const entry of [...at.values(), ...rows]) entry.y += base;
