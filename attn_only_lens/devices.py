@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -50,6 +51,25 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
         for i, part in zip(rows, flat.split([tensors[i].numel() for i in rows]), strict=True):
             copies[i] = part.view(tensors[i].shape)
     return copies
+
+
+def to_devices(arrays: Sequence[np.ndarray], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Copy arrays to a device each, with one transfer per device and dtype.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> to_devices([np.array([[1, 2]]), np.array([3])], [cpu, cpu])
+        [tensor([[1, 2]]), tensor([3])]
+    """
+    moved: list[Any] = [None] * len(arrays)
+    keys = [(device, array.dtype) for array, device in zip(arrays, devices, strict=True)]
+    for key in dict.fromkeys(keys):
+        numbers = [i for i, other in enumerate(keys) if other == key]
+        flat = np.concatenate([arrays[i].ravel() for i in numbers])
+        parts = torch.from_numpy(flat).to(key[0]).split([arrays[i].size for i in numbers])
+        for i, part in zip(numbers, parts, strict=True):
+            moved[i] = part.view(arrays[i].shape)
+    return moved
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:

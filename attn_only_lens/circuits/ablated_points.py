@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attn_only_lens.devices import to_devices
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.recording import Hooks, Recording
 from attn_only_lens.heads import host_of
@@ -34,17 +35,20 @@ def digest(circuits: Sequence[Rows], prompts: Rows = _NO_PROMPTS) -> str:
 
 @dataclass(frozen=True, eq=False)
 class KeptSites:
-    """The sites that circuits keep at one hook point, as pairs of a circuit and a site.
+    """The sites that circuits keep at one hook point.
 
     Attributes:
         n_circuits: the number of circuits.
-        circuit: the number of the circuit, for each pair.
-        site: the number of the site among the sites of the hook point, for each pair.
+        heads: the heads of these sites, sorted.
+        heads_there: the same, on the device of the hook point.
+        at: the circuit, the place, the head, and the head's number in `heads`, of every site that a
+            circuit keeps; on the device of the hook point.
     """
 
     n_circuits: int
-    circuit: Rows
-    site: Rows
+    heads: Rows
+    heads_there: Int[Tensor, "head"]
+    at: Int[Tensor, "4 kept"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +57,8 @@ class AblatedPoint:
 
     A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
     maps tokens to places, and is -1 for tokens without a role. If places are not roles, `place_of`
-    has one row for all prompts.
+    has one row for all prompts. `is_site` says which heads are sites at each place; its last row is
+    for tokens without a place. The last two fields are the same two on the device of `replacement`.
     """
 
     name: str
@@ -64,6 +69,9 @@ class AblatedPoint:
     index: Rows
     place: Rows
     place_of: Int[np.ndarray, "row pos"]
+    is_site: Bool[np.ndarray, "place head_index"]
+    place_of_there: Int[Tensor, "row pos"]
+    is_site_there: Bool[Tensor, "place head_index"]
 
     def hook(
         self, kept: KeptSites, first: int, computed: dict[str, Tensor] | None = None
@@ -85,40 +93,30 @@ class AblatedPoint:
         return self.name, hook
 
     def ablated(
-        self, kept: KeptSites, first: int, heads: Rows | None = None
+        self, kept: KeptSites, first: int, only_kept_heads: bool = False
     ) -> Bool[Tensor, "circuit row pos head_index 1"]:
         """Return which heads are outside each circuit, at the tokens from position `first` on.
 
-        If `heads` is a sorted array, it lists the heads to return; they contain all kept heads.
+        With `only_kept_heads`, only the heads that any circuit keeps are returned, in their order.
         """
-        index, is_site = self.index[kept.site], self._is_site
-        if heads is not None:
-            index, is_site = np.searchsorted(heads, index), is_site[:, heads]
-        # The device gets the indices of kept sites, because masks for all circuits are large.
-        device = self.replacement.device
-        at = torch.from_numpy(np.stack([kept.circuit, self.place[kept.site], index])).to(device)
-        gone = torch.from_numpy(is_site).to(device).repeat(kept.n_circuits, 1, 1)
-        gone[tuple(at)] = False
-        place_of = torch.from_numpy(self.place_of[:, first:]).to(device)
-        return gone[:, place_of].contiguous().unsqueeze(-1)  # models read z as views
+        circuit, place, index, number = kept.at
+        is_site = self.is_site_there
+        if only_kept_heads:
+            index, is_site = number, is_site[:, kept.heads_there]
+        gone = is_site.repeat(kept.n_circuits, 1, 1)
+        gone[circuit, place, index] = False
+        # models read z as views
+        return gone[:, self.place_of_there[:, first:]].contiguous().unsqueeze(-1)
 
     def covers_all(self, first: int) -> bool:
         """Return whether every head is a site at every token from position `first` on."""
-        return bool(self._is_site[self.place_of[:, first:]].all())
+        return bool(self.is_site[self.place_of[:, first:]].all())
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> Floats:
         """Sum `by_head`, which starts at position `first`, over each site's tokens."""
-        by_place = np.zeros(self._is_site.shape)
+        by_place = np.zeros(self.is_site.shape)
         np.add.at(by_place, self.place_of[:, first:], by_head)
         return by_place[self.place, self.index]
-
-    @cached_property
-    def _is_site(self) -> npt.NDArray[np.bool_]:
-        """Which heads are sites, [place, head]; the last row is for tokens without a place."""
-        n_places = int(max(self.place.max(), self.place_of.max())) + 2
-        is_site = np.zeros((n_places, self.replacement.shape[2]), dtype=bool)
-        is_site[self.place, self.index] = True
-        return is_site
 
 
 class AblatedPoints(tuple[AblatedPoint, ...]):
@@ -140,8 +138,18 @@ class AblatedPoints(tuple[AblatedPoint, ...]):
         circuit = np.repeat(np.arange(len(circuits)), [len(some) for some in circuits])
         order = np.argsort(owner[rows], kind="stable")
         ends = np.searchsorted(owner[rows][order], np.arange(1, len(self)))
-        parts = np.split(order, ends)
-        return [KeptSites(len(circuits), circuit[part], site[rows[part]]) for part in parts]
+        heads, at = list[Rows](), list[Rows]()
+        for point, part in zip(self, np.split(order, ends), strict=True):
+            sites = site[rows[part]]
+            kept_heads, number = np.unique(point.index[sites], return_inverse=True)
+            heads.append(kept_heads)
+            places = point.place[sites], point.index[sites]
+            at.append(np.stack([circuit[part], *places, number]))
+        # Masks for all circuits are large, so the device gets only the indices of kept sites.
+        devices = [point.replacement.device for point in self]
+        there = to_devices([*heads, *at], devices * 2)
+        columns = heads, there[: len(self)], there[len(self) :]
+        return [KeptSites(len(circuits), *some) for some in zip(*columns, strict=True)]
 
     def hooks(
         self, circuits: Sequence[Rows], first: int, computed: dict[str, Tensor] | None = None
@@ -155,7 +163,7 @@ def ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> AblatedPoints:
     """Return the sites by hook point; ablated sites take their z from the run `source`."""
-    points = list[AblatedPoint]()
+    points = list[tuple[Any, ...]]()
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
         name = host_of(model).hook_name(layer, kind, "z")
@@ -173,6 +181,12 @@ def ablated_points(
         else:
             place_of = np.arange(replacement.shape[1])[None]
         index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
-        columns = rows.index.to_numpy(), index, places, place_of
-        points.append(AblatedPoint(name, layer, kind, replacement, *columns))
-    return AblatedPoints(points)
+        n_places = int(max(places.max(), place_of.max())) + 2
+        is_site = np.zeros((n_places, replacement.shape[2]), dtype=bool)
+        is_site[places, index] = True
+        columns = rows.index.to_numpy(), index, places, place_of, is_site
+        points.append((name, layer, kind, replacement, *columns))
+    devices = [point[3].device for point in points]
+    there = [to_devices([point[i] for point in points], devices) for i in (-2, -1)]
+    complete = zip(points, *there, strict=True)
+    return AblatedPoints(AblatedPoint(*point, *copies) for point, *copies in complete)

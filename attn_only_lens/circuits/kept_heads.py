@@ -59,20 +59,16 @@ class _Sublayer:
     def runs(self, kept: KeptSites) -> bool:
         """Return whether the module itself must run."""
         if self.heads is None:
-            return len(kept.site) > 0
-        return len(self._kept_heads(kept)) * _FEW > self.point.replacement.shape[2]
-
-    def _kept_heads(self, kept: KeptSites) -> Rows:
-        return np.unique(self.point.index[kept.site])
+            return len(kept.heads) > 0
+        return len(kept.heads) * _FEW > self.point.replacement.shape[2]
 
     def forward(self, kept: KeptSites) -> Callable[..., Any]:
         """Return a function that computes the module's output from its input."""
-        if not len(kept.site):
+        if not len(kept.heads):
             return partial(self._constant, kept.n_circuits)
-        kept_heads = self._kept_heads(kept)
-        index = torch.from_numpy(kept_heads).to(self.entered.device)
-        gone = self.point.ablated(kept, self.first, kept_heads).squeeze(-1).to(index.device)
-        ablated = self.point.replacement[:, self.first :, index, 0].to(index.device)
+        index = kept.heads_there
+        gone = self.point.ablated(kept, self.first, only_kept_heads=True).squeeze(-1)
+        ablated = self.point.replacement[:, self.first :, index, 0]
         z, W_out = self.outputs(index), self.heads.decoders[0][index]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:

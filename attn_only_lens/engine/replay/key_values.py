@@ -56,8 +56,9 @@ class _Prefix(DynamicLayer):
 
     def __init__(self, keys: _Heads, values: _Heads) -> None:
         super().__init__()
-        self.lazy_initialization(keys, values)
+        # `lazy_initialization` would also copy two empty tensors to the device.
         self.keys, self.values = keys, values
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
