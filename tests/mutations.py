@@ -46,6 +46,27 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "circuits/kept_heads.py",
+        "if not fits:",
+        "if False:",
+        "circuits of models that compute otherwise are run with wrong constants",
+        "tests/circuits/test_kept_heads.py",
+    ),
+    Mutation(
+        "circuits/kept_heads.py",
+        "        return (gradient @ self._heads.decoders[0].detach().T).unsqueeze(-1)",
+        "        return (gradient @ self._heads.decoders[0].detach().T).unsqueeze(-1).roll(1, -2)",
+        "the worth of a neuron is that of its neighbour",
+        "tests/circuits/test_kept_heads.py",
+    ),
+    Mutation(
+        "circuits/ablated_points.py",
+        "index, is_site = number, is_site[:, kept.heads_there]",
+        "index, is_site = number.flip(0), is_site[:, kept.heads_there]",
+        "circuits keep other neurons than they name",
+        "tests/circuits/test_kept_heads.py",
+    ),
+    Mutation(
         "patching/job.py",
         "if i == self._rank:",
         "if True:",

@@ -23,7 +23,6 @@ first order, g · (z - ablated z) to the error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
@@ -40,7 +39,7 @@ from attn_only_lens.circuits.ablated_points import (
     ablated_points,
     digest,
 )
-from attn_only_lens.circuits.kept_heads import KeptHeads, TracedMLP
+from attn_only_lens.circuits.kept_heads import KeptHeads
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -225,11 +224,13 @@ class AblatedModel:
     ) -> tuple[float, Float[np.ndarray, "site"]]:
         """Return a circuit's loss, and each site's first-order contribution to the loss."""
         computed, first = dict[str, Tensor](), self._first
-        with torch.enable_grad(), self._traced(circuit) as mlps:
+        mlps = self._kept_heads.traced(circuit) if self._are_small([circuit]) else {}
+        replaced = [(mlp.module, mlp.forward) for mlp in mlps.values()]
+        with torch.enable_grad():
             tape = Tape(point.name for point in self._points if point.name not in mlps)
             stream = self._replay.recorded_stream(0, first, 1).requires_grad_()
             hooks = [*self._points.hooks([circuit], first, computed), *tape.hooks]
-            logits = self._replay.logits(Variants(0, first, stream, hooks))
+            logits = self._replay.logits(Variants(0, first, stream, hooks, replaced=replaced))
             (values,) = self._replay.metric.of_prompts(logits[None])
             value = loss(values)
             gradients = tape.gradients(value, {name: mlp.output for name, mlp in mlps.items()})
@@ -277,11 +278,10 @@ class AblatedModel:
         def run(chosen: Tensor) -> Tensor:
             some = [circuits[i] for i in chosen.tolist()]
             stream = self._replay.recorded_stream(0, self._first, len(chosen))
-            if not small:
-                hooks = self._points.hooks(some, self._first)
-                return self._replay.values(Variants(0, self._first, stream, hooks))
-            with self._kept_heads.used(some) as hooks:
-                return self._replay.values(Variants(0, self._first, stream, hooks))
+            if small:
+                return self._replay.values(self._kept_heads.variants(some, stream))
+            hooks = self._points.hooks(some, self._first)
+            return self._replay.values(Variants(0, self._first, stream, hooks))
 
         every = torch.arange(len(circuits), device="cpu")
         per_variant = self._replay.numbers_per_variant(self._first)
@@ -291,16 +291,11 @@ class AblatedModel:
     def _are_small(self, circuits: Sequence[Rows]) -> bool:
         """Return whether it pays to run only the heads that circuits keep."""
         several = len(circuits) >= _SEVERAL or "_kept_heads" in vars(self)
-        return several and max(map(len, circuits)) * _SMALL <= self.n_sites
+        return several and max(map(len, circuits), default=self.n_sites) * _SMALL <= self.n_sites
 
     @cached_property
     def _kept_heads(self) -> KeptHeads:
         return KeptHeads(self._replay, self._points, self._first)
-
-    def _traced(self, circuit: Rows) -> AbstractContextManager[dict[str, TracedMLP]]:
-        if self._are_small([circuit]):
-            return self._kept_heads.traced(circuit)
-        return nullcontext({})
 
 
 def ablated_run(

@@ -197,7 +197,7 @@ class Circuit:
             path: the file.
             format: "attn_only_lens", which `load` reads back exactly; or "mib", for the evaluation
                 of the MIB benchmark (`circuits/mib.py`).
-            model: for MIB, the model of the circuit.
+            model: for MIB, the model of the circuit; only its sizes are checked.
 
         Raises:
             CheckpointError: the file cannot be written.

@@ -158,7 +158,7 @@ class CircuitGraph:
             labels: for Neuronpedia, labels by node id, such as `why.labels`; labels of sites that
                 are no nodes of this graph are not used, and the metric's label is its name.
             groups: for Neuronpedia, node ids by the name of a group: its supernodes.
-            model: for MIB, the model of the graph.
+            model: for MIB, the model of the graph; only its sizes are checked.
 
         Raises:
             CheckpointError: the file cannot be written.

@@ -7,29 +7,30 @@ sublayer writes a constant C, whatever it reads. If circuits keep neurons K of a
 
 where x0 is the MLP's input when all sites are ablated. So the matrices' other columns are not used.
 Attention runs as usual if any circuit keeps one of its heads, and is skipped otherwise. Sublayers
-with other sites, and those of which a large part is kept, run as usual, with hooks at z. Before the
-first use, two circuits must have the same logits as with hooks alone.
+with other sites, and those of which a large part is kept, run as usual, with hooks at z. In every
+analysis, MLPs must first compute q and u with their matrices, and two circuits must have the same
+logits as with hooks alone, on a noisy residual stream.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.circuits.ablated_points import AblatedPoint, AblatedPoints, KeptSites, Rows
+from attn_only_lens.devices import normal_numbers, read_all
 from attn_only_lens.engine.gradients import as_leaf
-from attn_only_lens.engine.recording import Hooks
+from attn_only_lens.engine.model_state import once
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.replay.base import suppress_refusals
-from attn_only_lens.engine.replay.faster import replaced_forward
-from attn_only_lens.heads import host_of, logit_tolerance
+from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.precision import full_precision
 
@@ -98,6 +99,17 @@ class _Sublayer:
             q, up = self.heads.projections(self.entered)
         return q, up
 
+    def reads_alike(self, allowed: float) -> Bool[Tensor, ""]:
+        """Return whether the MLP itself computes q and u from another input with its matrices."""
+        noise = normal_numbers(self.entered.shape).to(self.entered) * self.entered.std()
+        seen = [x for x in self.heads.projections(self.entered + noise) if x is not None]
+        pairs = zip(self._projections, seen, self.heads.read_matrices, strict=False)
+        errors = [
+            (at_start + noise @ matrix - x).abs().max() / x.abs().max()
+            for at_start, x, matrix in pairs
+        ]
+        return torch.stack(errors).max() <= allowed
+
     def _constant(self, n_circuits: int, *args: Any, **kwargs: Any) -> Any:
         def repeated(x: Tensor) -> Tensor:
             return x.repeat(n_circuits, *(1,) * (x.ndim - 1))
@@ -119,6 +131,7 @@ class TracedMLP:
     output: Residual
 
     def __init__(self, sublayer: _Sublayer, kept: KeptSites) -> None:
+        self.module = sublayer.module
         self._heads, self._forward = sublayer.heads, sublayer.forward(kept)
         self._outputs = sublayer.outputs()
 
@@ -144,18 +157,20 @@ class KeptHeads:
 
     def __init__(self, replay: Replay, points: AblatedPoints, first: int) -> None:
         """Run the model once with all sites ablated, and test the faster runs of circuits."""
-        self._replay, self._points, self._first = replay, points, first
+        self._replay, self._points, self._first = replay.precise, points, first
         self.sublayers = dict[str, _Sublayer]()
         fits = False
         with torch.no_grad(), full_precision(), suppress_refusals():
             if replay.recording.streams[0].dtype in _FINE:
                 self.sublayers = self._recorded()
-                fits = self._passes()
+                name = f"kept heads of {list(self.sublayers)} from {min(first, 1)}"
+                # A test of an earlier call could miss later changes of matrices through `.data`.
+                fits = once(replay.model, name, self._passes)
         if not fits:
             self.sublayers = {}
 
     def _recorded(self) -> dict[str, _Sublayer]:
-        host = host_of(self._replay.model)
+        host = self._replay.host
         modules = dict[nn.Module, tuple[AblatedPoint, Any]]()
         for point in self._points:
             # The last layer may run on only the tokens that the metric reads.
@@ -179,69 +194,60 @@ class KeptHeads:
                 if "forward" not in vars(module):  # accelerate moves the module's weights
                     handle = module.register_forward_hook(look, with_kwargs=True)
                     stack.callback(handle.remove)
-            self._logits([np.empty(0, dtype=np.int64)], plain=True)
+            nothing = [np.empty(0, dtype=np.int64)]
+            stream = self._replay.recorded_stream(0, self._first, 1)
+            hooks = self._points.hooks(nothing, self._first)
+            self._replay.logits(Variants(0, self._first, stream, hooks))
         return sublayers
 
     def _passes(self) -> bool:
-        """Return whether circuits have the same logits as with hooks alone."""
-        replay, test = self._replay, ("kept heads", self._first > 0, *self.sublayers)
-        if replay.tested.covers(test, replay.recording):
-            return True
-        circuits: tuple[list[Rows], list[Rows]] = [], []
-        for number, name in enumerate(self.sublayers):
-            point = self.sublayers[name].point
+        """Return whether runs from a noisy stream are the same as with hooks alone.
+
+        Noise gives every sublayer another input than the run without any site.
+        """
+        replay, first = self._replay, self._first
+        recorded = replay.recorded_stream(0, first, 1)
+        noisy = recorded + normal_numbers(recorded.shape).to(recorded) * recorded.std()
+        allowed = logit_tolerance(replay.host.neurons, recorded.dtype)
+        agree = [one.reads_alike(allowed) for one in self.sublayers.values() if one.heads]
+        # Both circuits keep neurons in all layers, and heads in every second layer.
+        tested: tuple[list[Rows], list[Rows]] = [], []
+        for sublayer in self.sublayers.values():
+            point = sublayer.point
             n_heads = point.replacement.shape[2]
-            n = max(1, min(_TESTED, n_heads // _FEW))
-            heads = np.linspace(0, n_heads - 1, n).round()
-            circuits[number % 2].append(point.rows[np.isin(point.index, heads)])
-        tested = [np.concatenate([np.empty(0, dtype=np.int64), *rows]) for rows in circuits]
-        expected = self._logits(tested, plain=True)
-        got = torch.cat([self._logits([rows]) for rows in tested])
-        run = replay.recording.logits
-        allowed = logit_tolerance(replay.host.neurons, run.dtype) * run.abs().max()
-        agrees = bool(((got - expected).abs() <= allowed).all())
-        if agrees:
-            replay.tested.add(test, replay.recording)
-        return agrees
+            heads = np.linspace(0, n_heads - 1, max(1, min(_TESTED, n_heads // _FEW))).round()
+            for number, rows in enumerate(tested):
+                if sublayer.heads or point.layer % 2 == number:
+                    rows.append(point.rows[np.isin(point.index, heads)])
+        circuits = [np.concatenate([np.empty(0, dtype=np.int64), *rows]) for rows in tested]
+        hooks = self._points.hooks(circuits, first)
+        expected = replay.logits(Variants(0, first, noisy.repeat(2, 1, 1), hooks))
+        got = torch.cat([replay.logits(self.variants([circuit], noisy)) for circuit in circuits])
+        agree.append((got - expected).abs().max() <= allowed * expected.abs().max())
+        return all(read_all(agree))
 
-    def _logits(self, circuits: Sequence[Rows], plain: bool = False) -> Tensor:
-        replay = self._replay.precise
-        stream = replay.recorded_stream(0, self._first, len(circuits))
-        if plain:
-            hooks = self._points.hooks(circuits, self._first)
-            return replay.logits(Variants(0, self._first, stream, hooks))
-        with self.used(circuits) as hooks:
-            return replay.logits(Variants(0, self._first, stream, hooks))
+    def variants(self, circuits: Sequence[Rows], stream: Residual) -> Variants:
+        """Return runs of circuits from the stream that enters the first block."""
+        hooks, replaced = list[Any](), list[tuple[nn.Module, Any]]()
+        for point, kept in zip(self._points, self._points.kept(circuits), strict=True):
+            sublayer = self.sublayers.get(point.name)
+            if sublayer is None or sublayer.runs(kept):
+                hooks.append(point.hook(kept, self._first))
+            else:
+                replaced.append((sublayer.module, sublayer.forward(kept)))
+        return Variants(0, self._first, stream, hooks, replaced=replaced)
 
-    @contextmanager
-    def used(self, circuits: Sequence[Rows]) -> Iterator[Hooks]:
-        """Context manager that computes only kept heads; yield the hooks of other sublayers."""
-        hooks = list[Any]()
-        with ExitStack() as stack:
-            for point, kept in zip(self._points, self._points.kept(circuits), strict=True):
-                sublayer = self.sublayers.get(point.name)
-                if sublayer is None or sublayer.runs(kept):
-                    hooks.append(point.hook(kept, self._first))
-                else:
-                    forward = sublayer.forward(kept)
-                    stack.enter_context(replaced_forward(sublayer.module, forward))
-            yield hooks
+    def traced(self, circuit: Rows) -> dict[str, TracedMLP]:
+        """Return MLPs through which gradients flow only along a circuit's neurons.
 
-    @contextmanager
-    def traced(self, circuit: Rows) -> Iterator[dict[str, TracedMLP]]:
-        """Context manager for a gradient, which flows only through the MLP neurons of a circuit.
-
-        Yield these MLPs by the hook name of z. Hooks at their z do not run.
+        The keys are the hook names of z. Hooks at their z do not run.
         """
         mlps = dict[str, TracedMLP]()
-        with ExitStack() as stack:
-            for point, kept in zip(self._points, self._points.kept([circuit]), strict=True):
-                sublayer = self.sublayers.get(point.name)
-                if sublayer is None or sublayer.heads is None or sublayer.runs(kept):
-                    continue
-                mlps[point.name] = mlp = TracedMLP(sublayer, kept)
-                stack.enter_context(replaced_forward(sublayer.module, mlp.forward))
-            yield mlps
+        for point, kept in zip(self._points, self._points.kept([circuit]), strict=True):
+            sublayer = self.sublayers.get(point.name)
+            if sublayer is not None and sublayer.heads is not None and not sublayer.runs(kept):
+                mlps[point.name] = TracedMLP(sublayer, kept)
+        return mlps
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:

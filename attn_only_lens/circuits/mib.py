@@ -21,6 +21,7 @@ lists of "neurons" are about coordinates of a node's output, not about neurons o
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import pandas as pd
@@ -78,6 +79,9 @@ def _write(path: AnyPath, model: Any, scores: Counter[str], kept: Mapping[str, f
         for name, *_ in _edges(config)
     }
     ends = {name: {"in_graph": True} for name in _ENDS.values()}
+    odd = [name for name, entry in (nodes | edges).items() if not isfinite(entry["score"])]
+    reason = f"the scores of {odd[:5]} are not finite; expected finite effects and weights"
+    InputError.raise_if([reason] if odd else [], _PROBLEM)
     content = {"cfg": config, "nodes": ends | nodes, "edges": edges}
     write_text(path, json.dumps(content, allow_nan=False))
 

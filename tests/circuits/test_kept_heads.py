@@ -1,10 +1,14 @@
 """Tests of fast runs of small circuits: the same metric as plain hooks, in all families."""
 
+from collections import Counter
+from contextlib import contextmanager
+
 import bridges
 import numpy as np
 import patched_runs as oracle
 import pytest
 import torch
+import transformers
 from common import needs_hooked_transformer, tokens
 
 from attn_only_lens import Contrast
@@ -28,21 +32,26 @@ KINDS = [
 ]
 
 
-def ablated_model(model, positions="each", ablation="resample", sites="all"):
+def ablated_model(model, positions="each", ablation="resample", sites="all", metric=None):
     clean = tokens(0, batch=2, pos=POS)
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 7) % 41
-    metric = p.logit_diff(CORRECT, WRONG)
+    metric = metric or p.logit_diff(CORRECT, WRONG)
     contrast = Contrast(clean, corrupted, metric)
     pair = contrast.pair(model)
     rows = site_rows(site_groups(model, pair, Sites(sites, positions), "z"))
     return AblatedModel(model, pair, metric, rows, ablation=ablation), contrast
 
 
-def circuits_of(ablated, n=6, seed=0):
-    """Return random circuits through which the changed token 1 can reach the last token."""
+PATHS = ["L0H@1", "L0N@1", "L0N@4", "L0H@4", "L1H@4", "L1N@4"]
+
+
+def circuits_of(ablated, n=4, seed=0, paths=PATHS):
+    """Return random circuits through which the changed token 1 can reach the last token.
+
+    Together, they keep less than a fourth of the neurons of layer 0.
+    """
     generator, sites = np.random.default_rng(seed), ablated.sites
-    paths = ["L0N@1", "L0N@1", "L0H@4", "L1H@4", "L1N@4"]
 
     def some(path):
         beginning, position = path.split("@")
@@ -52,6 +61,20 @@ def circuits_of(ablated, n=6, seed=0):
 
     rows = [[some(path) for path in paths] for _ in range(n)]
     return [np.unique(np.concatenate(some)) for some in rows]
+
+
+@contextmanager
+def counted():
+    """Yield a counter of the sublayers that compute only kept heads, by the hook name of z."""
+    counts, forward = Counter(), kept_heads._Sublayer.forward
+
+    def count(self, kept):
+        counts[self.point.name] += 1
+        return forward(self, kept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_heads._Sublayer, "forward", count)
+        yield counts
 
 
 @torch.no_grad()
@@ -77,14 +100,21 @@ def by_hooks(model, ablated, contrast, circuit):
 def test_circuits_have_the_metric_that_plain_hooks_give(kind, positions):
     model = bridges.with_heads(kind)
     ablated, contrast = ablated_model(model, positions)
-    circuits = circuits_of(ablated)
-    got = ablated.by_prompt(circuits)
-    heads = [f"L{n}{kind}0" for n in range(host_of(model).n_layers - 1) for kind in "HN"]
-    fast = {HeadName.parse(name).hook("z", model) for name in heads}
-    assert fast == {*ablated._kept_heads.sublayers}
-    for row, circuit in zip(got, circuits, strict=True):
-        expected = by_hooks(model, ablated, contrast, circuit)
-        assert row == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    layers = range(host_of(model).n_layers - 1)
+    heads, neurons = (
+        {HeadName.parse(f"L{layer}{kind}0").hook("z", model) for layer in layers} for kind in "HN"
+    )
+    assert {*ablated._kept_heads.sublayers} == heads | neurons
+    without_heads = [path for path in PATHS if not path.startswith("L0H")]
+    for paths in (PATHS, without_heads):
+        circuits = circuits_of(ablated, paths=paths)
+        with counted() as counts:
+            got = ablated.by_prompt(circuits)
+        assert HeadName.parse("L0N0").hook("z", model) in counts
+        assert (HeadName.parse("L0H0").hook("z", model) in counts) == (paths is without_heads)
+        for row, circuit in zip(got, circuits, strict=True):
+            expected = by_hooks(model, ablated, contrast, circuit)
+            assert row == pytest.approx(expected, rel=1e-10, abs=1e-10)
     assert np.ptp(got, axis=0).min() > 1e-6  # the circuits differ
     usual, _ = ablated_model(model, positions)
     for circuit in circuits[:2]:
@@ -154,3 +184,56 @@ def test_a_model_that_computes_otherwise_runs_as_usual(monkeypatch):
     assert not ablated._kept_heads.sublayers
     expected = np.array([by_hooks(model, ablated, contrast, circuit) for circuit in circuits])
     assert got == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+class WithAdapter(torch.nn.Linear):
+    """A linear layer that adds a product of two small matrices, as LoRA does."""
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.A @ self.B
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_mlp_with_more_than_its_matrix_runs_as_usual(layer):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**bridges.SIZES | {"num_hidden_layers": 3}, **bridges.GROUPED)
+    llama = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    llama = bridges.randomise(llama.double().eval())
+    gate = llama.model.layers[layer].mlp.gate_proj
+    gate.__class__ = WithAdapter
+    gate.A = torch.randn(gate.in_features, 3, dtype=torch.float64)
+    gate.B = torch.randn(3, gate.out_features, dtype=torch.float64) * 0.1
+    model = bridges.exposed_copy(bridges.bridged(llama))
+    ablated, contrast = ablated_model(model)
+    circuits = circuits_of(ablated)
+    got = ablated.by_prompt(circuits)
+    assert not ablated._kept_heads.sublayers
+    expected = np.array([by_hooks(model, ablated, contrast, circuit) for circuit in circuits])
+    assert got == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+def test_a_metric_may_run_the_model():
+    """Its own run is that of the whole model, not of a circuit."""
+    model = bridges.with_heads("gpt2")
+    clean = tokens(0, batch=2, pos=POS)
+    whole = model(clean).detach()[:, -1, CORRECT].mean()
+    seen = []
+
+    def metric(logits):
+        now = model(clean)[:, -1, CORRECT].mean()
+        seen.append(float(now.detach()))
+        return (logits[:, -1, CORRECT] - now).mean()
+
+    ablated, _ = ablated_model(model, metric=metric)
+    circuits = circuits_of(ablated)
+    ablated.by_prompt(circuits)
+    ablated.worth(circuits[0])
+    assert ablated._kept_heads.sublayers
+    assert seen == pytest.approx([float(whole)] * len(seen), rel=1e-12)
+
+
+def test_no_circuits_have_no_metric():
+    ablated, _ = ablated_model(bridges.with_heads("llama"))
+    assert ablated.by_prompt([]).shape == (0, 2)
+    ablated.by_prompt(circuits_of(ablated))
+    assert ablated.by_prompt([]).shape == (0, 2)

@@ -7,6 +7,7 @@ of `Graph.from_model` in hannamw/EAP-IG, and takes from the file what `Graph.fro
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -204,6 +205,7 @@ def test_what_mib_has_no_place_for_is_refused_with_all_reasons(model, tmp_path):
     graph = circuits.attribution_graph(model, KEYS, top=9)
     one_run = circuits.attribution_graph(model, Contrast(KEYS.clean, None, KEYS.metric), top=9)
     circuit = circuits.discover(model, KEYS, faithfulness=0.5)
+    odd = replace(circuit, frame=circuit.frame.assign(effect=float("nan")))
     features = load("small-english")
     transcoders.attach(features, transcoders.load("small-english"))
     of_features = circuits.attribution_graph(
@@ -223,6 +225,7 @@ def test_what_mib_has_no_place_for_is_refused_with_all_reasons(model, tmp_path):
             ["got nodes of kinds .*'feature'", "got a graph of one run"],
         ),
         (circuit, {"format": "mib"}, ["expected the model, with"]),
+        (odd, {"format": "mib", "model": model}, ["not finite; expected finite"]),
         (circuit, {"format": "neuronpedia"}, ["got format='neuronpedia'"]),
         (circuit, {"model": model}, ["got a model with format='attn_only_lens'"]),
     ):

@@ -25,7 +25,7 @@ from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
 from attn_only_lens.engine.recording import Hooks, Recording, record_streams
-from attn_only_lens.engine.replay.faster import FusedActivations, only_where_read
+from attn_only_lens.engine.replay.faster import FusedActivations, only_where_read, replaced_forward
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
 from attn_only_lens.precision import full_precision
@@ -52,6 +52,8 @@ class Variants:
         hooks: edits at hook points in this block and later blocks.
         added: tensors to add to the outputs of modules or hook points, in this block and later
             blocks.
+        replaced: functions that these modules run in place of their forward pass. Such variants are
+            not joined with others.
     """
 
     block: int
@@ -59,6 +61,7 @@ class Variants:
     stream: Float[Tensor, "row pos d_model"]
     hooks: Hooks = ()
     added: Sequence[tuple[nn.Module, Float[Tensor, "row pos d_model"]]] = ()
+    replaced: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
 
 
 class Joined:
@@ -74,6 +77,7 @@ class Joined:
         blocks = [variants.block for variants in members]
         assert blocks == sorted(blocks)
         assert len({variants.first for variants in members}) == 1
+        assert len(members) == 1 or not any(variants.replaced for variants in members)
         self.members, self.first, self.block = members, members[0].first, blocks[0]
         self.n_rows = sum(len(variants.stream) for variants in members)
 
@@ -105,10 +109,12 @@ class Joined:
         ]
 
     @contextmanager
-    def added(self) -> Iterator[None]:
-        """Context manager that adds each variant's tensors `added` to the outputs of modules."""
+    def edits(self) -> Iterator[None]:
+        """Context manager that replaces forward passes, and adds tensors to modules' outputs."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
+                for module, forward in variants.replaced:
+                    stack.enter_context(replaced_forward(module, forward))
                 for module, tensor in variants.added:
                     add = partial(_add_to_rows, tensor, rows)
                     stack.callback(module.register_forward_hook(add).remove)

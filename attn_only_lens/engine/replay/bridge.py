@@ -143,7 +143,7 @@ class BridgeReplay(Replay):
         if first:
             assert self._past is not None
             cached["past_key_values"] = self._past.before(first)
-        with self._enter_blocks(joined), joined.added(), self.skipped_writes(joined):
+        with self._enter_blocks(joined), joined.edits(), self.skipped_writes(joined):
             return run(self.model, tokens, mask, joined.hooks, **cached)
 
     @contextmanager

@@ -64,7 +64,7 @@ class HookedReplay(Replay):
         """Run the blocks before `end`; return the stream that enters `end` for all variants."""
         x = None
         hooks = self.model.hooks(fwd_hooks=joined.hooks)
-        with hooks, joined.added(), self.skipped_writes(joined):
+        with hooks, joined.edits(), self.skipped_writes(joined):
             for index in range(joined.block, end):
                 self.enter(joined, index)
                 x = self._block(index, joined.stream(index, x), joined.first)
