@@ -39,6 +39,12 @@ _FORMATS: dict[str, Callable[[Path], Any]] = {
     ".parquet": table_format,
     ".safetensors": tensors_format,
 }
+# What files for other programs lack, by their keys.
+_EXPORTS = {
+    ("links", "metadata", "nodes", "qParams"): "for Neuronpedia's viewers, which lacks the values "
+    "of the corrupted run and the kinds of edges",
+    ("cfg", "edges", "nodes"): "for MIB, which lacks positions, single neurons and the metric",
+}
 _FOLDERS = (COMPARISON, "explanation.csv")
 _EXPLANATION = ("contrast.json", "circuit.json", "graph.json", "attribution.parquet")
 _EXPECTED = (
@@ -155,6 +161,10 @@ def _read_result(path: Path, metric: AnyMetric | None) -> Any:
         return read_contrast(path, metric)
     if metric is not None:
         raise InputError([f"got metric={metric!r} for {path}, which is no contrast"], _PROBLEM)
+    keys = sorted(read_json(path)) if stored is None and path.suffix == ".json" else ()
+    if lacking := _EXPORTS.get(tuple(keys)):
+        also = "save the result without format=, too, to load it again"
+        raise CheckpointError(f"{path} is a file {lacking}; {also}")
     if kind not in _READERS:
         hint = ", which transcoders.load reads" * (kind == "Transcoder")
         whole = any(os.path.exists(path.parent / name) for name in (COMPARISON, CONFIG))

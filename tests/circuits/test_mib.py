@@ -26,7 +26,7 @@ from attn_only_lens import (
     transcoders,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.errors import InputError
+from attn_only_lens.errors import CheckpointError, InputError
 
 pytestmark = pytest.mark.numeric
 
@@ -198,6 +198,13 @@ def test_parallel_layers_and_converted_models_have_the_layers_of_the_original(ki
     assert mib.kept.any()
     total = graph.edges.query("target == 'metric' and source not in ['bias', 'rest', 'offset']")
     assert float(mib.scores[:, -1].sum()) == pytest.approx(total["weight"].sum(), rel=1e-6)
+
+
+def test_the_file_cannot_be_loaded(model, tmp_path):
+    path = tmp_path / "graph.json"
+    circuits.attribution_graph(model, KEYS, top=9).save(path, format="mib", model=model)
+    with pytest.raises(CheckpointError, match="for MIB, which lacks positions"):
+        load(path)
 
 
 def test_what_mib_has_no_place_for_is_refused_with_all_reasons(model, tmp_path):

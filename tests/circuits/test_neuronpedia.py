@@ -168,5 +168,5 @@ def test_wrong_options_write_nothing_and_such_files_are_not_read(graph, tmp_path
             graph.save(path, **options)
         assert not path.exists()
     graph.save(path, format="neuronpedia")
-    with pytest.raises(CheckpointError, match=r"has format None; expected .* a graph"):
+    with pytest.raises(CheckpointError, match="which lacks the values of the corrupted run"):
         load(path)
