@@ -73,7 +73,7 @@ def test_prompts_of_different_lengths(folder, tmp_path, monkeypatch):
     model = expose_neuron_heads(load(folder)).model
     reference = p.activation_patch(model, contrast, sites=p.Sites(positions="roles")).frame
     same(sweep.frame, reference)
-    assert viz.heatmap(sweep).data[0].x[0].startswith("changed ")
+    assert viz.heatmap(sweep).data[0].x[0].startswith("changed: ")
 
 
 def test_an_ablation_needs_no_corrupted_prompt(folder, tmp_path):
