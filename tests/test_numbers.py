@@ -1,8 +1,8 @@
-"""Tests that the numbers in the README and the guide are those of stored results.
+"""Tests that the numbers in the README, the guide and the paper are those of stored results.
 
 Sentences about examples are compared with `docs/pictures/measured.json`. Every number in a
-paragraph that links to a page of results must stand in this page or in its tables, perhaps with
-more digits or as a share in place of a percentage.
+paragraph that names a page of results, in a link or in text, must stand in this page or in its
+tables, perhaps with more digits or as a share in place of a percentage.
 """
 
 import json
@@ -19,6 +19,7 @@ RESULTS = ROOT / "analyses" / "results"
 GENERATED = {"support.md", "growth_families.md", "conformance.md", "studies.md"}  # by other scripts
 PAGES = [
     ROOT / "README.md",
+    ROOT / "paper" / "paper.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED),
 ]
 NUMBER = re.compile(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)(?:e[+-]?\d+)?(?![\w])")
@@ -60,7 +61,7 @@ def test_the_small_model_still_gives_the_stored_numbers():
 
 
 def linked(text):
-    """Yield the results pages and the text of each paragraph with a link, with its table."""
+    """Yield the results pages and the text of each paragraph that names one, with its table."""
     paragraphs = re.split(r"\n\s*\n", CODE.sub("", text))
     for i, paragraph in enumerate(paragraphs):
         if names := set(re.findall(r"analyses/results/(\w+)\.md", paragraph)):

@@ -1,4 +1,4 @@
-"""Tests of a release: metadata of its owner, commands that exist, models with cards."""
+"""Tests of a release: metadata of its owner, links, references, models with cards."""
 
 import importlib.util
 import re
@@ -41,6 +41,22 @@ def test_the_owner_is_read_from_one_file(tmp_path):
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]+)\)", readme))
     with pytest.raises(ValueError, match="expected 9"):
         metadata(tmp_path, "9.9.9")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_lead_to_files_and_badges_to_workflows(page):
+    text = re.sub(r"`[^`]*`", "", (ROOT / page).read_text("utf-8"))
+    for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", text):
+        badge = re.match(r"\.\./\.\./actions/(workflows/\w+\.yml)", link)
+        path = ROOT / (f".github/{badge[1]}" if badge else link)
+        assert path.exists(), link
+
+
+def test_the_paper_cites_what_its_bibliography_has():
+    cited = re.findall(r"@(\w+)", (ROOT / "paper" / "paper.md").read_text("utf-8"))
+    entries = re.findall(r"^@\w+\{(\w+),", (ROOT / "paper" / "paper.bib").read_text("utf-8"), re.M)
+    assert set(cited) == set(entries)
+    assert len(entries) == len(set(entries))
 
 
 def test_exported_models_have_cards(tmp_path):
