@@ -20,6 +20,7 @@ the sums over all paths. The model is a HookedTransformer with LayerNorm, withou
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -54,6 +55,7 @@ def edge_credit(
     cache = {name: x[0] for name, x in cache.items()}
     names, parts = _components(model, cache)
     d = model.ln_final.w / cache["ln_final.hook_scale"][-1] * (model.W_U @ weights)
+    run = _Run(model, cache, d, beta)
     direct, later = torch.zeros(2, *parts.shape[:2], dtype=parts.dtype)
     direct[:, -1] = _centred(parts[:, -1]) @ d
     rows = [(name, "metric", "value", x) for name, x in zip(names, direct.sum(1), strict=True)]
@@ -61,9 +63,12 @@ def edge_credit(
         layer, _, head = names[index][1:].partition("H")
         read = _before(names, index)
         given = torch.stack([direct[index], later[index]])
-        credit = _through_head if head else _through_mlp
-        place = (int(layer), int(head)) if head else (int(layer.rstrip("M")),)
-        for kind, some in credit(model, cache, parts[:read], given, d, beta, *place):
+        passed_on = (
+            run.through_head(parts[:read], given, int(layer), int(head))
+            if head
+            else run.through_mlp(parts[:read], given, int(layer.rstrip("M")))
+        )
+        for kind, some in passed_on:
             later[:read] += some
             rows += [(x, names[index], kind, y) for x, y in zip(names, some.sum(1), strict=False)]
     columns = ["source", "target", "kind", "weight"]
@@ -92,60 +97,59 @@ def _centred(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-def _through_head(
-    model: Any,
-    cache: dict[str, Tensor],
-    parts: _Parts,
-    given: Float[Tensor, "depth pos"],
-    d: Tensor,
-    beta: float,
-    layer: int,
-    head: int,
-) -> Iterator[tuple[str, Float[Tensor, "part pos"]]]:
-    """Yield the credit that a head passes on through its key, query and value."""
-    attn, prefix = model.blocks[layer].attn, f"blocks.{layer}."
-    q, k, v = (cache[f"{prefix}attn.hook_{x}"][:, head] for x in "qkv")
-    pattern = cache[f"{prefix}attn.hook_pattern"]
-    every = torch.einsum("shd,hde->hse", cache[f"{prefix}attn.hook_v"], attn.W_O)
-    layers_output = torch.einsum("hqs,hse->qe", pattern, every)
-    first = pattern[head] * (_centred(every[head]) @ d)
-    deep = pattern[head] * (layers_output @ every[head].T)
-    by_source = given[0][:, None] * shares(first, 1, beta) + given[1][:, None] * shares(
-        deep, 1, beta
-    )
-    third = by_source / 3
-    scale = cache[f"{prefix}ln1.hook_scale"]
-    entering = _centred(parts) / scale * model.blocks[layer].ln1.w
-    q_c, k_c, v_c = (entering @ W[head] for W in (attn.W_Q, attn.W_K, attn.W_V))
-    valid = torch.ones_like(third).tril()
+@dataclass(frozen=True)
+class _Run:
+    """A run whose credit is divided, with the metric's direction d, and β as in `shares`."""
 
-    def logits(x: Float[Tensor, "part q s"]) -> Float[Tensor, "part q s"]:
-        return x - (x * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True)
+    model: Any
+    cache: dict[str, Tensor]
+    d: Float[Tensor, "d_model"]
+    beta: float
 
-    by_key = shares(logits(torch.einsum("qe,cse->cqs", q, k_c)), 0, beta)
-    yield "k", (third * by_key).sum(1)
-    by_query = shares(logits(torch.einsum("cqe,se->cqs", q_c, k)), 0, beta)
-    yield "q", (third * by_query).sum(2)
-    yield "value", third.sum(0) * shares(torch.einsum("cse,se->cs", v_c, v), 0, beta)
+    def through_head(
+        self, parts: _Parts, given: Float[Tensor, "depth pos"], layer: int, head: int
+    ) -> Iterator[tuple[str, Float[Tensor, "part pos"]]]:
+        """Yield the credit that a head passes on through its key, query and value."""
+        model, cache, d, beta = self.model, self.cache, self.d, self.beta
+        attn, prefix = model.blocks[layer].attn, f"blocks.{layer}."
+        q, k, v = (cache[f"{prefix}attn.hook_{x}"][:, head] for x in "qkv")
+        pattern = cache[f"{prefix}attn.hook_pattern"]
+        every = torch.einsum("shd,hde->hse", cache[f"{prefix}attn.hook_v"], attn.W_O)
+        layers_output = torch.einsum("hqs,hse->qe", pattern, every)
+        first = pattern[head] * (_centred(every[head]) @ d)
+        deep = pattern[head] * (layers_output @ every[head].T)
+        by_source = given[0][:, None] * shares(first, 1, beta) + given[1][:, None] * shares(
+            deep, 1, beta
+        )
+        third = by_source / 3
+        scale = cache[f"{prefix}ln1.hook_scale"]
+        entering = _centred(parts) / scale * model.blocks[layer].ln1.w
+        q_c, k_c, v_c = (entering @ W[head] for W in (attn.W_Q, attn.W_K, attn.W_V))
+        valid = torch.ones_like(third).tril()
 
+        def logits(x: Float[Tensor, "part q s"]) -> Float[Tensor, "part q s"]:
+            return x - (x * valid).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True)
 
-def _through_mlp(
-    model: Any,
-    cache: dict[str, Tensor],
-    parts: _Parts,
-    given: Float[Tensor, "depth pos"],
-    d: Tensor,
-    beta: float,
-    layer: int,
-) -> Iterator[tuple[str, Float[Tensor, "part pos"]]]:
-    """Yield the credit that an MLP passes on."""
-    mlp, prefix = model.blocks[layer].mlp, f"blocks.{layer}."
-    post, pre = (cache[f"{prefix}mlp.hook_{x}"] for x in ("post", "pre"))
-    output = post @ mlp.W_out
-    scale = cache[f"{prefix}ln2.hook_scale"]
-    entering = _centred(parts) / scale * model.blocks[layer].ln2.w
-    total = torch.zeros(parts.shape[:2], dtype=parts.dtype)
-    for credit, aligned in zip(given, (_centred(mlp.W_out) @ d, output @ mlp.W_out.T), strict=True):
-        direction = (post / pre * aligned) @ mlp.W_in.T
-        total += credit * shares((entering * direction).sum(-1), 0, beta)
-    yield "in", total
+        by_key = shares(logits(torch.einsum("qe,cse->cqs", q, k_c)), 0, beta)
+        yield "k", (third * by_key).sum(1)
+        by_query = shares(logits(torch.einsum("cqe,se->cqs", q_c, k)), 0, beta)
+        yield "q", (third * by_query).sum(2)
+        yield "value", third.sum(0) * shares(torch.einsum("cse,se->cs", v_c, v), 0, beta)
+
+    def through_mlp(
+        self, parts: _Parts, given: Float[Tensor, "depth pos"], layer: int
+    ) -> Iterator[tuple[str, Float[Tensor, "part pos"]]]:
+        """Yield the credit that an MLP passes on."""
+        model, cache, d, beta = self.model, self.cache, self.d, self.beta
+        mlp, prefix = model.blocks[layer].mlp, f"blocks.{layer}."
+        post, pre = (cache[f"{prefix}mlp.hook_{x}"] for x in ("post", "pre"))
+        output = post @ mlp.W_out
+        scale = cache[f"{prefix}ln2.hook_scale"]
+        entering = _centred(parts) / scale * model.blocks[layer].ln2.w
+        total = torch.zeros(parts.shape[:2], dtype=parts.dtype)
+        for credit, aligned in zip(
+            given, (_centred(mlp.W_out) @ d, output @ mlp.W_out.T), strict=True
+        ):
+            direction = (post / pre * aligned) @ mlp.W_in.T
+            total += credit * shares((entering * direction).sum(-1), 0, beta)
+        yield "in", total

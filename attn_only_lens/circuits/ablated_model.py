@@ -33,12 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.circuits.ablated_points import (
-    Floats,
-    Rows,
-    ablated_points,
-    digest,
-)
+from attn_only_lens.circuits.ablated_points import Floats, Rows, ablated_points, digest
 from attn_only_lens.circuits.kept_heads import KeptHeads
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read

@@ -12,7 +12,7 @@ analysis, MLPs must first compute q and u with their matrices, and two circuits 
 logits as with hooks alone, on a noisy residual stream.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,12 +30,13 @@ from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.model_state import once
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.replay.base import suppress_refusals
+from attn_only_lens.engine.replay.faster import FINE
+from attn_only_lens.engine.writes import sublayer_input
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.precision import full_precision
 
 _ALL = slice(None)
-_FINE = torch.float32, torch.float64
 _FEW = 4  # if more than a fourth of an MLP's neurons are kept, all neurons are computed
 _TESTED = 5  # the number of heads of each sublayer in a test
 
@@ -57,9 +58,14 @@ class _Sublayer:
     entered: Residual
     returned: Any
 
+    @property
+    def is_mlp(self) -> bool:
+        """Whether the heads are neuron-heads."""
+        return self.heads is not None
+
     def runs(self, kept: KeptSites) -> bool:
         """Return whether the module itself must run."""
-        if self.heads is None:
+        if not self.is_mlp:
             return len(kept.heads) > 0
         return len(kept.heads) * _FEW > self.point.replacement.shape[2]
 
@@ -73,7 +79,7 @@ class _Sublayer:
         z, W_out = self.outputs(index), self.heads.decoders[0][index]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            x = _input(args, kwargs).unflatten(0, (kept.n_circuits, -1))
+            x = sublayer_input(args, kwargs).unflatten(0, (kept.n_circuits, -1))
             change = torch.where(gone, 0.0, z(x) - ablated)
             return (self.returned + change @ W_out).flatten(0, 1)
 
@@ -81,7 +87,7 @@ class _Sublayer:
 
     def outputs(self, index: Any = _ALL) -> Callable[[Tensor], Tensor]:
         """Return a function that computes z of some neurons from the MLP's input."""
-        before = [x[..., index] for x in self._projections if x is not None]
+        before = [x[..., index] for x in self._projections]
         matrices = [matrix[:, index] for matrix in self.heads.read_matrices]
 
         def outputs(x: Float[Tensor, "*any pos d_model"]) -> Float[Tensor, "*any pos neuron"]:
@@ -94,19 +100,22 @@ class _Sublayer:
         return outputs
 
     @cached_property
-    def _projections(self) -> tuple[Tensor, Tensor | None]:
+    def _projections(self) -> list[Tensor]:
         with torch.no_grad():
-            q, up = self.heads.projections(self.entered)
-        return q, up
+            return self._projected(self.entered)
+
+    def _projected(self, x: Residual) -> list[Tensor]:
+        """Return q and, in a gated MLP, u, as the MLP itself computes them."""
+        return [y for y in self.heads.projections(x) if y is not None]
 
     def reads_alike(self, allowed: float) -> Bool[Tensor, ""]:
         """Return whether the MLP itself computes q and u from another input with its matrices."""
         noise = normal_numbers(self.entered.shape).to(self.entered) * self.entered.std()
-        seen = [x for x in self.heads.projections(self.entered + noise) if x is not None]
-        pairs = zip(self._projections, seen, self.heads.read_matrices, strict=False)
+        seen = self._projected(self.entered + noise)
+        parts = zip(self._projections, seen, self.heads.read_matrices, strict=True)
         errors = [
             (at_start + noise @ matrix - x).abs().max() / x.abs().max()
-            for at_start, x, matrix in pairs
+            for at_start, x, matrix in parts
         ]
         return torch.stack(errors).max() <= allowed
 
@@ -138,7 +147,7 @@ class TracedMLP:
     def forward(self, *args: Any, **kwargs: Any) -> Residual:
         """Return the MLP's output, and set `z` and `output`."""
         with torch.no_grad():
-            self.z = self._outputs(_input(args, kwargs)).unsqueeze(-1)
+            self.z = self._outputs(sublayer_input(args, kwargs)).unsqueeze(-1)
         output = self._forward(*args, **kwargs)
         self.output = output.view_as(output) if output.requires_grad else as_leaf(output)
         return self.output
@@ -161,7 +170,7 @@ class KeptHeads:
         self.sublayers = dict[str, _Sublayer]()
         fits = False
         with torch.no_grad(), full_precision(), suppress_refusals():
-            if replay.recording.streams[0].dtype in _FINE:
+            if replay.recording.streams[0].dtype in FINE:
                 self.sublayers = self._recorded()
                 name = f"kept heads of {list(self.sublayers)} from {min(first, 1)}"
                 # A test of an earlier call could miss later changes of matrices through `.data`.
@@ -186,7 +195,7 @@ class KeptHeads:
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             point, heads = modules[module]
-            entered = _input(args, kwargs)
+            entered = sublayer_input(args, kwargs)
             sublayers[point.name] = _Sublayer(point, self._first, module, heads, entered, output)
 
         with ExitStack() as stack:
@@ -209,7 +218,7 @@ class KeptHeads:
         recorded = replay.recorded_stream(0, first, 1)
         noisy = recorded + normal_numbers(recorded.shape).to(recorded) * recorded.std()
         allowed = logit_tolerance(replay.host.neurons, recorded.dtype)
-        agree = [one.reads_alike(allowed) for one in self.sublayers.values() if one.heads]
+        agree = [one.reads_alike(allowed) for one in self.sublayers.values() if one.is_mlp]
         # Both circuits keep neurons in all layers, and heads in every second layer.
         tested: tuple[list[Rows], list[Rows]] = [], []
         for sublayer in self.sublayers.values():
@@ -217,7 +226,7 @@ class KeptHeads:
             n_heads = point.replacement.shape[2]
             heads = np.linspace(0, n_heads - 1, max(1, min(_TESTED, n_heads // _FEW))).round()
             for number, rows in enumerate(tested):
-                if sublayer.heads or point.layer % 2 == number:
+                if sublayer.is_mlp or point.layer % 2 == number:
                     rows.append(point.rows[np.isin(point.index, heads)])
         circuits = [np.concatenate([np.empty(0, dtype=np.int64), *rows]) for rows in tested]
         hooks = self._points.hooks(circuits, first)
@@ -229,9 +238,8 @@ class KeptHeads:
     def variants(self, circuits: Sequence[Rows], stream: Residual) -> Variants:
         """Return runs of circuits from the stream that enters the first block."""
         hooks, replaced = list[Any](), list[tuple[nn.Module, Any]]()
-        for point, kept in zip(self._points, self._points.kept(circuits), strict=True):
-            sublayer = self.sublayers.get(point.name)
-            if sublayer is None or sublayer.runs(kept):
+        for point, kept, sublayer in self._faster(circuits):
+            if sublayer is None:
                 hooks.append(point.hook(kept, self._first))
             else:
                 replaced.append((sublayer.module, sublayer.forward(kept)))
@@ -242,14 +250,16 @@ class KeptHeads:
 
         The keys are the hook names of z. Hooks at their z do not run.
         """
-        mlps = dict[str, TracedMLP]()
-        for point, kept in zip(self._points, self._points.kept([circuit]), strict=True):
+        return {
+            point.name: TracedMLP(sublayer, kept)
+            for point, kept, sublayer in self._faster([circuit])
+            if sublayer is not None and sublayer.is_mlp
+        }
+
+    def _faster(
+        self, circuits: Sequence[Rows]
+    ) -> Iterator[tuple[AblatedPoint, KeptSites, _Sublayer | None]]:
+        """Yield hook points and kept sites, with the sublayer if its module need not run."""
+        for point, kept in zip(self._points, self._points.kept(circuits), strict=True):
             sublayer = self.sublayers.get(point.name)
-            if sublayer is not None and sublayer.heads is not None and not sublayer.runs(kept):
-                mlps[point.name] = TracedMLP(sublayer, kept)
-        return mlps
-
-
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    x: Residual = args[0] if args else next(iter(kwargs.values()))
-    return x
+            yield point, kept, None if sublayer is None or sublayer.runs(kept) else sublayer

@@ -33,10 +33,8 @@ from attn_only_lens.engine.replay.base import (
     Variants,
     suppress_refusals,
 )
-from attn_only_lens.engine.replay.faster import at_columns, replaced_forward
+from attn_only_lens.engine.replay.faster import FINE, at_columns, replaced_forward
 from attn_only_lens.engine.replay.key_values import record_key_values
-
-_FINE = (torch.float32, torch.float64)
 
 
 class BridgeReplay(Replay):
@@ -46,7 +44,7 @@ class BridgeReplay(Replay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if all(stream.dtype in _FINE for stream in self.recording.streams):
+        if all(stream.dtype in FINE for stream in self.recording.streams):
             self._past = record_key_values(self.model, self.recording)
         self._few_columns: bool = (
             self.precise._few_columns

@@ -24,7 +24,7 @@ _FUSED = partial(functional.gelu, approximate="tanh")
 _SLOW_MODULES = NewGELUActivation, FastGELUActivation
 _SLOW_FUNCTIONS = gelu_new, gelu_fast
 _ROUNDINGS = 8  # the largest allowed difference, in units of eps · |pre-activation|
-_FINE = torch.float32, torch.float64
+FINE = torch.float32, torch.float64
 
 
 class FusedActivations:
@@ -44,7 +44,7 @@ class FusedActivations:
             key = function or type(module)
             if key not in agree:
                 device = next((x.device for x in modules[0].parameters()), torch.device("cpu"))
-                agree[key] = dtype in _FINE and _agree(function or module, dtype, device)
+                agree[key] = dtype in FINE and _agree(function or module, dtype, device)
             if agree[key] and (function or "forward" not in vars(module)):
                 self._replaced.append((module, name, function))
 
